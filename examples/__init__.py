@@ -1,0 +1,1 @@
+"""Programs that use the packages on real models: `python -m examples.NAME`."""
