@@ -1,0 +1,55 @@
+"""Finds torch_npu's operators on first use, and says what to do where they cannot run."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+HOW = (
+    "On an Ascend machine install torch_npu and CANN for your torch and pass tensors on the npu device; "
+    "anywhere else call npu.emulator.install() first, which runs the same operators on CPU tensors"
+)
+
+
+@functools.cache
+def attention(device: str):
+    """npu_fused_infer_attention_score for tensors on a device of this type. Raises RuntimeError that says how to make it run."""
+    return _operator("npu", "npu_fused_infer_attention_score", device)
+
+
+@functools.cache
+def rotary(device: str):
+    """npu_rotary_mul, as `attention`."""
+    return _operator("npu", "npu_rotary_mul", device)
+
+
+@functools.cache
+def scatter(device: str):
+    """The cache write, as `attention`: a function of (k, v, k_cache, v_cache, slots) with caches [p b hk d].
+
+    npu_scatter_pa_kv_cache where its schema lets the caller say that the cache is not tiled (its default is PA_NZ), else ATB's operator.
+    """
+    write = _operator("npu", "npu_scatter_pa_kv_cache", device)
+    if "cache_mode" in {argument.name for argument in write._schema.arguments}:
+        return functools.partial(write, cache_mode="Norm")
+    return _operator("atb", "_npu_reshape_and_cache", device)
+
+
+def _operator(namespace, name, device):
+    _import_torch_npu()
+    try:
+        operator = getattr(getattr(torch.ops, namespace), name).default
+    except AttributeError:
+        raise RuntimeError(f"the installed torch_npu has no operator {namespace}::{name}. A torch_npu for CANN 8.3 or later has it") from None
+    if device == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
+        raise RuntimeError(f"{namespace}::{name} runs on an NPU, and the tensors are on the CPU. {HOW}")
+    return operator
+
+
+def _import_torch_npu():
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError) as error:
+        raise RuntimeError(f"torch_npu cannot be imported ({error}). {HOW}") from error

@@ -1,0 +1,146 @@
+"""Attention over keys held whole."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fattn.types import Mask, Partial, Range, band
+from npu import _operators, limits
+from npu._checks import check_attend, name_of, positions, side
+from npu.masks import INT32_MAX, sparse_mode, triangle, visible_on
+from npu.merge import empty_on
+
+
+def attend(
+    q: Float[Tensor, "t h d"],
+    k: Float[Tensor, "s hk d"],
+    v: Float[Tensor, "s hk dv"],
+    q_pos,
+    k_pos,
+    bias: Float[Tensor, "#h #t #s"] | None = None,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    """Softmax attention of every query over the keys that `mask` lets it see: out = sum_j e^(z_j - lse) v_j, lse = ln sum_j e^(z_j).
+
+    z = scale q.k + bias (broadcast against [h t s]; -inf hides a key). Query head h reads key head h // (h_q / h_k).
+    Positions are a Range, Int32[n], or Tokens where the mask reads labels: ranges choose one of the operator's modes, arrays make an
+    explicit mask. `out` has q's dtype, `lse` is float32. Padding keys may hold anything, other unseen keys anything finite.
+    Raises ValueError for shapes, dtypes or positions that do not fit together, and Unsupported for what `limits` lists.
+    Source: the documents of npu_fused_infer_attention_score.
+    """
+    check_attend(q, k, v, q_pos, k_pos, softcap=softcap)
+    t, h, d = q.shape
+    s, hk, dv = v.shape
+    additive = None if bias is None else _bias(bias, q.shape, k.shape)
+    how = form(q_pos, k_pos, mask, biased=bias is not None)
+    facts = limits.Facts(
+        "dense.attend",
+        name_of(q.dtype),
+        heads=h,
+        kv_heads=hk,
+        head_size=d,
+        value_size=dv,
+        queries=t,
+        keys=s,
+        explicit=how == "explicit",
+        additive=None if bias is None else name_of(bias.dtype),
+        softcap=softcap,
+    )
+    limits.check(facts)
+    if t == 0 or s == 0:
+        return empty_on(t, h, dv, dtype=q.dtype, lse_dtype=torch.float32, device=q.device)
+    hidden = empty = shift = None
+    mode, left, right = 0, INT32_MAX, INT32_MAX
+    if how == "compressed":
+        mode, left, right = sparse_mode(mask)
+        hidden = triangle(q.device)
+    elif how == "explicit":
+        seen = visible_on(q_pos, k_pos, mask=mask, device=q.device)[None]
+        if additive is not None:
+            seen = seen & (additive > -torch.inf)
+            # a key that one head alone may not see: the mask has no heads, and the operator's arithmetic no infinities
+            lowest = torch.finfo(q.dtype).min
+            shift = torch.where(seen, additive, lowest).expand(h, t, s).contiguous()[None]
+        empty = ~seen.any(-1).T
+        shared = seen.any(0)
+        hidden = ~shared[None, None]
+        # 0 * NaN is NaN: what no query sees must not reach the sums
+        unused = ~shared.any(0)[:, None, None]
+        k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
+    packed = facts.packed
+    out, lse = _operators.attention(q.device.type)(
+        _laid(q, packed),
+        _laid(k, packed),
+        _laid(v, packed),
+        pse_shift=shift,
+        atten_mask=hidden,
+        actual_seq_lengths=[t] if packed else None,
+        actual_seq_lengths_kv=[s] if packed else None,
+        num_heads=h,
+        num_key_value_heads=hk,
+        scale=scale,
+        pre_tokens=left,
+        next_tokens=right,
+        input_layout="TND" if packed else "BSND",
+        sparse_mode=mode,
+        # rows that see nothing spoil precision unless the operator corrects them; it does so for several queries only
+        inner_precise=2 if how == "explicit" and t > 1 else 0,
+        softmax_lse_flag=True,
+    )
+    out = out.view(t, h, dv)
+    lse = lse.view(t, h) if packed else lse.view(h, t).T
+    if empty is not None:
+        out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
+    return Partial(out, lse)
+
+
+def alibi(slopes: Float[Tensor, "h"], q_pos, k_pos) -> Float[Tensor, "h t s"]:
+    """ALiBi's bias, -slope |p - j|, for `attend`, which takes it in q's dtype. Positions as in `attend`."""
+    p, j = positions(q_pos, slopes.device), positions(k_pos, slopes.device)
+    return -slopes[:, None, None] * (p[:, None] - j[None, :]).abs()
+
+
+def alibi_slopes(heads: int) -> Float[Tensor, "h"]:
+    """ALiBi's geometric slopes, 2^(-8 i / n) for i = 1..n with n the power of two at or below `heads`, then every second of 2n's.
+
+    Source: Press et al. 2022, "Train Short, Test Long".
+    """
+    n = 1 << (heads.bit_length() - 1)
+    exponents = [-8 * i / n for i in range(1, n + 1)] + [-4 * i / n for i in range(1, 2 * (heads - n), 2)]
+    return torch.tensor([2.0**e for e in exponents], dtype=torch.float32)
+
+
+def form(q_pos, k_pos, mask: Mask, *, biased: bool) -> str:
+    """How positions and mask go to the operator: "whole" (no mask), "compressed" (sparse modes 3 and 4) or "explicit" (an array).
+
+    Compressed masks are aligned bottom-right, and the operator ignores them for one query.
+    """
+    queries, keys, one = side(q_pos), side(k_pos), band(mask)
+    ranges = isinstance(queries, Range) and isinstance(keys, Range)
+    if biased or not ranges or one is None or queries.start < 0 or keys.start < 0 or not queries.size or not keys.size:
+        return "explicit"
+    first, last = queries.start, queries.start + queries.size - 1
+    first_key, last_key = keys.start, keys.start + keys.size - 1
+    left, right = (INT32_MAX if bound is None else bound for bound in one)
+    if last - left <= first_key and last_key <= first + right:
+        return "whole"
+    every_row_sees = last - left <= last_key and first_key <= first + right
+    return "compressed" if every_row_sees and last == last_key and queries.size > 1 else "explicit"
+
+
+def _laid(rows, packed):
+    """[t h d] as TND, or as BSND of one sequence."""
+    rows = rows.contiguous()
+    return rows if packed else rows[None]
+
+
+def _bias(bias, q_shape, k_shape):
+    full = (q_shape[1], q_shape[0], k_shape[0])
+    if bias.ndim > 3 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], full[::-1], strict=False)):
+        raise ValueError(f"bias has shape {list(bias.shape)}, which does not broadcast to [heads, queries, keys] = {list(full)}")
+    return bias.reshape((1,) * (3 - bias.ndim) + tuple(bias.shape))

@@ -1,0 +1,190 @@
+"""What each operator takes, each limit with its evidence, and which of them a call would break: `check` raises, `refusal` predicts.
+
+The functions of `npu` describe a call as `Facts` before they launch anything, so what the conformance kit predicts is what they enforce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fattn.types import Unsupported
+
+DOCUMENT = "documentation of the operator (op-plugin, CANN 8.3 to 9.1)"
+
+
+class Limit(NamedTuple):
+    """One thing that an operator does not take. `assumption` names the emulator's assumption where the documents leave it open."""
+
+    operator: str
+    argument: str
+    text: str
+    instead: str
+    evidence: str = DOCUMENT
+    assumption: str | None = None
+    soc: tuple[str, ...] = ("a2", "a3")
+    cann: str = "8.3 and later"
+
+
+_FIA, _SCATTER, _ROTARY = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_rotary_mul"
+
+# Sizes of (query and key head, value head) in the packed layout; every other size goes by BSND or BNSD.
+PACKED_SIZES = ((128, 128), (192, 192), (192, 128))
+FLOATS = ("float16", "bfloat16")
+
+LIMITS = {
+    "attention dtype": Limit(_FIA, "q.dtype", "q, k and v are float16 or bfloat16", "cast q, k, v and the cache to float16 or bfloat16"),
+    "softcap": Limit(_FIA, "softcap", "the operator has no cap on scores", "softcap=None, or fattn's function"),
+    "bias dtype": Limit(_FIA, "bias.dtype", "the additive bias (pse_shift) has q's dtype", "bias.to(q.dtype)"),
+    "head size": Limit(_FIA, "head_size", "a head has at most 512 dims, in multiples of 16", "pad the heads of q, k and v with zeros"),
+    "value size": Limit(
+        _FIA, "value_size", "k and v have one shape, except sizes 192 and 128 where the layout is TND", "pad v with zeros to the size of k"
+    ),
+    "heads": Limit(_FIA, "heads", "at most 256 query heads", "split the heads over several calls"),
+    "group": Limit(_FIA, "heads / kv_heads", "at most 64 query heads read one key head", "split the query heads over several calls"),
+    "cache layout": Limit(
+        _FIA, "cache.layout", "a paged cache is pbhd (BnBsH) or phbd (BnNBsD)", "paged.convert(cache, layout='pbhd')"
+    ),
+    "cache strides": Limit(_FIA, "cache", "the cache is contiguous", "allocate k and v as tensors of their own (paged.allocate)"),
+    "cache width": Limit(_FIA, "cache.k", "kv_heads * head_size of a pbhd cache is at most 65535", "a phbd cache"),
+    "packed block": Limit(_FIA, "cache.block_size", "in layout TND a block has at most 1024 tokens, in multiples of 16", "blocks of 128"),
+    "prefill block": Limit(
+        _FIA,
+        "cache.block_size",
+        "outside layout TND (head size other than 128 and 192, explicit masks, slopes) several queries of a sequence need blocks of "
+        "128, 256, 384 or 512 tokens",
+        "blocks of 128",
+    ),
+    "decode block": Limit(_FIA, "cache.block_size", "outside layout TND a block has at most 512 tokens, in multiples of 16", "blocks of 128"),
+    "packed sequences": Limit(_FIA, "batch", "layout TND takes at most 4096 sequences", "split the batch"),
+    "sequences": Limit(_FIA, "batch", "at most 65536 sequences", "split the batch"),
+    "decode keys": Limit(_FIA, "batch.seq_lens", "one query reads at most 262144 keys", "split the keys and merge the partials"),
+    "exact lengths": Limit(_FIA, "batch.host.exact", "the operator takes exact lengths as host integers", "build the batch with exact lengths"),
+    "cache dtype": Limit(_SCATTER, "cache.dtype", "the caches that attention reads are float16 or bfloat16", "allocate it in float16 or bfloat16"),
+    "write layout": Limit(_SCATTER, "cache.layout", "rows are written to a pbhd cache alone", "paged.convert(cache, layout='pbhd')"),
+    "write strides": Limit(_SCATTER, "cache", "the cache is contiguous", "allocate k and v as tensors of their own (paged.allocate)"),
+    "rotary dtype": Limit(_ROTARY, "x.dtype", "float16, bfloat16 or float32", "x.float()"),
+    "rotary size": Limit(_ROTARY, "rotary_size", "an even number of dims below 896", "rotate the heads in two parts"),
+    "rotary heads": Limit(_ROTARY, "heads", "fewer than 1000 heads", "rotate q and k in calls of their own"),
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A call as limits see it: all of it known on the host before anything is launched.
+
+    `queries` is the length of the longest query of a sequence that has keys (dense: all of q), `keys` that of the longest sequence.
+    `explicit` says that the mask goes as an array (`_place.form` and `dense.form` decide), `additive` is the dtype of a bias or of slopes
+    as they reach the operator.
+    """
+
+    operation: str
+    dtype: str
+    heads: int = 1
+    kv_heads: int = 1
+    head_size: int = 128
+    value_size: int = 128
+    queries: int = 1
+    keys: int = 1
+    sequences: int = 1
+    explicit: bool = False
+    additive: str | None = None
+    softcap: float | None = None
+    exact: bool = True
+    layout: str | None = None  # of the cache
+    block_size: int | None = None
+    contiguous: bool = True  # the cache
+
+    @property
+    def packed(self) -> bool:
+        """Whether the call goes by the operator's packed layout, TND."""
+        return (self.head_size, self.value_size) in PACKED_SIZES and not self.explicit and self.additive is None
+
+
+def refusal(facts: Facts) -> Unsupported | None:
+    """The error that a call of these facts raises, or None where it is supported. Raises ValueError for an unknown operation."""
+    rules = _RULES.get(facts.operation)
+    if rules is None:
+        raise ValueError(f"operation {facts.operation!r} has no limits; one of {', '.join(_RULES)} would work")
+    for name, value in rules(facts):
+        limit = LIMITS[name]
+        return Unsupported(limit.argument, value, f"{limit.text} ({limit.operator}, {'/'.join(limit.soc)})", limit.instead)
+    return None
+
+
+def check(facts: Facts):
+    """Raises the Unsupported that `refusal` predicts."""
+    error = refusal(facts)
+    if error is not None:
+        raise error
+
+
+def _attention(f: Facts) -> Iterator[tuple[str, object]]:
+    if f.dtype not in FLOATS:
+        yield "attention dtype", f.dtype
+    if f.softcap is not None:
+        yield "softcap", f.softcap
+    if f.additive not in (None, f.dtype):
+        yield "bias dtype", f.additive
+    if f.head_size % 16 or not 0 < f.head_size <= 512:
+        yield "head size", f.head_size
+    if f.value_size != f.head_size and not f.packed:
+        yield "value size", f.value_size
+    if f.heads > 256:
+        yield "heads", f.heads
+    if f.heads > 64 * f.kv_heads:
+        yield "group", f.heads // f.kv_heads
+    if f.queries == 1 and f.keys > 262144:
+        yield "decode keys", f.keys
+
+
+def _paged(f: Facts) -> Iterator[tuple[str, object]]:
+    yield from _attention(f)
+    if not f.exact:
+        yield "exact lengths", f.exact
+    if f.layout == "hpbd":
+        yield "cache layout", f.layout
+    if not f.contiguous:
+        yield "cache strides", "a strided view"
+    if f.layout == "pbhd" and f.kv_heads * f.head_size > 65535:
+        yield "cache width", f.kv_heads * f.head_size
+    if f.packed:
+        if f.block_size % 16 or f.block_size > 1024:
+            yield "packed block", f.block_size
+        if f.sequences > 4096:
+            yield "packed sequences", f.sequences
+    elif f.queries > 1:
+        if f.block_size not in (128, 256, 384, 512):
+            yield "prefill block", f.block_size
+    elif f.block_size % 16 or f.block_size > 512:
+        yield "decode block", f.block_size
+    if f.sequences > 65536:
+        yield "sequences", f.sequences
+
+
+def _write(f: Facts) -> Iterator[tuple[str, object]]:
+    if f.dtype not in FLOATS:
+        yield "cache dtype", f.dtype
+    if f.layout != "pbhd":
+        yield "write layout", f.layout
+    if not f.contiguous:
+        yield "write strides", "a strided view"
+
+
+def _rope(f: Facts) -> Iterator[tuple[str, object]]:
+    if f.dtype not in (*FLOATS, "float32"):
+        yield "rotary dtype", f.dtype
+    if f.head_size % 2 or f.head_size >= 896:
+        yield "rotary size", f.head_size
+    if f.heads >= 1000:
+        yield "rotary heads", f.heads
+
+
+_RULES = {
+    "dense.attend": _attention,
+    "paged.attend": _paged,
+    "paged.write": _write,
+    "rope.half": _rope,
+    "rope.interleaved": _rope,
+}

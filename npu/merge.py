@@ -1,0 +1,75 @@
+"""The monoid of Partials: attention over some keys, merged with attention over others. A sink enters in `finish`, once."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fattn.types import Partial
+
+
+def empty(tokens: int, heads: int, value_size: int, *, dtype) -> Partial:
+    """Attention over no keys, the identity of merge: out = 0 [t h dv], lse = -inf [t h]. On torch's default device."""
+    return empty_on(tokens, heads, value_size, dtype=dtype, lse_dtype=dtype, device=None)
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the keys of both: lse = ln(e^lse_a + e^lse_b), out = sum of e^(lse_i - lse) out_i. In float32, or float64 for float64.
+
+    An `out` may have an operator's dtype. The `out` of a row whose lse is -inf is never read.
+    Raises ValueError where an lse is missing or shapes differ.
+    """
+    _check(a, b)
+    a, b = _cleaned(a), _cleaned(b)
+    top = torch.maximum(a.lse, b.lse)
+    some = top > -torch.inf
+    top = torch.where(some, top, 0)
+    # e^-inf is 0: an empty side weighs nothing, and `top` is finite
+    wa, wb = torch.exp(a.lse - top), torch.exp(b.lse - top)
+    total = torch.where(some, wa + wb, 1)
+    out = (wa / total)[..., None] * a.out + (wb / total)[..., None] * b.out
+    return Partial(out, torch.where(some, top + torch.log(total), -torch.inf))
+
+
+def finish(partial: Partial, sink: Float[Tensor, "h"] | None = None, *, dtype) -> Float[Tensor, "t h dv"]:
+    """The output in `dtype`, with one extra logit per query head of value 0 where a sink is given: out / (1 + e^(sink - lse)).
+
+    The sink is neither scaled nor capped; -inf is no sink, +inf gives 0. Launches nothing where there is no sink and `dtype` is the output's.
+    Raises ValueError where a sink meets a Partial without lse.
+    """
+    if sink is None:
+        return partial.out.to(dtype)
+    if partial.lse is None:
+        raise ValueError("partial.lse is None: a sink needs the log-sum-exp; ask for it with lse=True")
+    if sink.shape != partial.lse.shape[-1:]:
+        raise ValueError(f"sink has shape {list(sink.shape)}, but there are {partial.lse.shape[-1]} query heads")
+    partial = _cleaned(partial)
+    sink = sink.to(partial.lse.dtype)
+    some = (partial.lse > -torch.inf) & (sink < torch.inf)
+    # the sigmoid of a difference that is finite wherever it is read
+    share = torch.sigmoid(torch.where(some, partial.lse, 0) - torch.where(some, sink, 0))
+    return (torch.where(some, share, 0)[..., None] * partial.out).to(dtype)
+
+
+def empty_on(tokens, heads, value_size, *, dtype, lse_dtype, device) -> Partial:
+    """`empty` on a device, with an operator's two dtypes."""
+    out = torch.zeros((tokens, heads, value_size), dtype=dtype, device=device)
+    return Partial(out, torch.full((tokens, heads), -torch.inf, dtype=lse_dtype, device=device))
+
+
+def _cleaned(partial):
+    """In the accumulation dtype, and zero where no key was seen: a weight of 0 times NaN would be NaN."""
+    accumulator = torch.promote_types(partial.lse.dtype, torch.float32)
+    out, lse = partial.out.to(accumulator), partial.lse.to(accumulator)
+    return Partial(torch.where((lse > -torch.inf)[..., None], out, 0), lse)
+
+
+def _check(a, b):
+    for name, partial in (("a", a), ("b", b)):
+        if partial.lse is None:
+            raise ValueError(f"{name}.lse is None: merging needs the log-sum-exp; ask for it with lse=True")
+    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
+        raise ValueError(
+            f"partials disagree in shape: out {list(a.out.shape)} and {list(b.out.shape)}, lse {list(a.lse.shape)} and {list(b.lse.shape)}"
+        )

@@ -1,0 +1,145 @@
+"""The standard attention layer: hidden states and a paged cache in, hidden states and the cache out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fattn.types import Batch, Mask, Pages
+from fattn.types import StandardConfig as Config
+from npu import paged, rope
+from npu._checks import check_key_values, check_rows
+from npu.merge import finish
+
+
+class Weights(NamedTuple):
+    """A layer's weights as checkpoints have them, each applied as x @ w: d hidden, h query heads, hk key heads, dh dims a head."""
+
+    wq: Float[Tensor, "d h*dh"]
+    wk: Float[Tensor, "d hk*dh"]
+    wv: Float[Tensor, "d hk*dh"]
+    wo: Float[Tensor, "h*dh d"]
+    bq: Float[Tensor, "h*dh"] | None = None
+    bk: Float[Tensor, "hk*dh"] | None = None
+    bv: Float[Tensor, "hk*dh"] | None = None
+    bo: Float[Tensor, "d"] | None = None
+    sinks: Float[Tensor, "h"] | None = None
+    slopes: Float[Tensor, "h"] | None = None
+
+
+class Prepared(NamedTuple):
+    """Weights as `forward` takes them: one fused projection, and the rotary frequencies."""
+
+    wqkv: Float[Tensor, "d (h+2*hk)*dh"]
+    wo: Float[Tensor, "h*dh d"]
+    bqkv: Float[Tensor, "(h+2*hk)*dh"] | None = None
+    bo: Float[Tensor, "d"] | None = None
+    sinks: Float[Tensor, "h"] | None = None
+    slopes: Float[Tensor, "h"] | None = None
+    frequencies: Float[Tensor, "rotary_size/2"] | None = None
+
+
+def prepare(weights: Weights, *, config: Config) -> Prepared:
+    """Fuses the three projections and makes the rotary frequencies (float32), once. A missing bias beside a given one counts as zeros.
+
+    Raises ValueError for a weight whose shape does not fit the configuration.
+    """
+    _check_weights(weights, config)
+    biases = [(weights.bq, weights.wq), (weights.bk, weights.wk), (weights.bv, weights.wv)]
+    fused = None
+    if any(bias is not None for bias, _ in biases):
+        fused = torch.cat([bias if bias is not None else w.new_zeros(w.shape[1]) for bias, w in biases])
+    size = config.head_size if config.rotary_size is None else config.rotary_size
+    return Prepared(
+        torch.cat([weights.wq, weights.wk, weights.wv], 1),
+        weights.wo,
+        fused,
+        weights.bo,
+        weights.sinks,
+        weights.slopes,
+        None if config.rotary is None else rope.frequencies(size, theta=config.rotary_theta).to(weights.wq.device),
+    )
+
+
+def attend_and_write(
+    q: Float[Tensor, "t h d"],
+    k: Float[Tensor, "t hk d"],
+    v: Float[Tensor, "t hk dv"],
+    cache: Pages,
+    batch: Batch,
+    sinks: Float[Tensor, "h"] | None = None,
+    slopes: Float[Tensor, "h"] | None = None,
+    *,
+    mask: Mask,
+    scale: float,
+    softcap: float | None = None,
+    attend=paged.attend,
+) -> tuple[Float[Tensor, "t h dv"], Pages]:
+    """Writes a step's keys and values to the cache at the batch's slots, then attends over it: the output in q's dtype, and the cache.
+
+    The batch comes from npu.place, and the cache is written in place. Raises ValueError before anything is written where a row has no
+    slot: the plan gives padding rows of null blocks.
+    """
+    check_rows("q", q)
+    check_rows("k", k)
+    check_key_values(k, v)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has {q.shape[0]} rows, but k has {k.shape[0]}")
+    row = batch.host.constants.get("unwritable", None) if batch.host is not None else None
+    if row is not None:
+        raise ValueError(
+            f"batch.slot_mapping[{row}]=-1 must not reach the operator: build the batch with null_blocks, rows of which padding is written to"
+        )
+    cache = paged.write(cache, k, v, batch.slot_mapping)
+    partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None)
+    return finish(partial, sinks, dtype=q.dtype), cache
+
+
+def forward(
+    x: Float[Tensor, "t d"], weights: Prepared, cache: Pages, batch: Batch, *, config: Config, attend=paged.attend
+) -> tuple[Float[Tensor, "t d"], Pages]:
+    """The layer over a step's hidden states: fused projection, rotation at batch.positions, attention in the cache's dtype, projection.
+
+    Returns [t d] in x's dtype, and the cache. q and k turn in one launch. Raises ValueError for shapes that do not fit the configuration.
+    """
+    if x.ndim != 2 or x.shape[1] != weights.wqkv.shape[0]:
+        raise ValueError(f"x must be [rows, {weights.wqkv.shape[0]}], got shape {list(x.shape)}")
+    h, hk, d = config.heads, config.kv_heads, config.head_size
+    qkv = _projected(x, weights.wqkv, weights.bqkv).view(-1, h + 2 * hk, d)
+    qk, v = qkv[:, : h + hk], qkv[:, h + hk :]
+    if config.rotary is not None:
+        cos, sin = rope.table(batch.positions, weights.frequencies, dtype=torch.float32)
+        turn = rope.half if config.rotary == "half" else rope.interleaved
+        qk = turn(qk, cos, sin)
+    q, k, v = (rows.to(cache.k.dtype).contiguous() for rows in (qk[:, :h], qk[:, h:], v))
+    out, cache = attend_and_write(
+        q,
+        k,
+        v,
+        cache,
+        batch,
+        weights.sinks,
+        weights.slopes,
+        mask=config.mask,
+        scale=config.scale,
+        softcap=config.softcap,
+        attend=attend,
+    )
+    return _projected(out.to(x.dtype).flatten(1), weights.wo, weights.bo), cache
+
+
+def _projected(x, weight, bias):
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _check_weights(weights, config):
+    d, q, kv = config.hidden_size, config.heads * config.head_size, config.kv_heads * config.head_size
+    expected = {"wq": (d, q), "wk": (d, kv), "wv": (d, kv), "wo": (q, d), "bq": (q,), "bk": (kv,), "bv": (kv,), "bo": (d,)}
+    expected |= {"sinks": (config.heads,), "slopes": (config.heads,)}
+    for name, shape in expected.items():
+        weight = getattr(weights, name)
+        if weight is not None and tuple(weight.shape) != shape:
+            raise ValueError(f"weights.{name} has shape {list(weight.shape)}, but the configuration makes it {list(shape)}")
