@@ -8,7 +8,7 @@ import importlib
 
 ARRAYS = "torch"  # what the functions take and return; the conformance kit reads it
 
-# Unit roundoffs that the operators add, for reference's Precision: P and the output are cast to the input's dtype, and so is an additive bias.
+# Unit roundoffs that the operators declare, for reference's Precision: P, the output and biases are cast to the input's dtype
 PRECISION = {
     "float16": {"accumulator": 2.0**-24, "probabilities": 2.0**-11, "output": 2.0**-11, "bias": 2.0**-11},
     "bfloat16": {"accumulator": 2.0**-24, "probabilities": 2.0**-8, "output": 2.0**-8, "bias": 2.0**-8},

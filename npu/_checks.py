@@ -94,8 +94,7 @@ def cache_sizes(cache) -> tuple[int, int]:
         if array.ndim != 4 or array.shape[_AXES[cache.layout][1]] != cache.block_size:
             raise ValueError(f"cache.{name} has shape {list(array.shape)}, which is not {cache.layout} with block_size={cache.block_size}")
     if cache.k.shape[:3] != cache.v.shape[:3] or cache.k.dtype != cache.v.dtype:
-        raise ValueError(
-            f"cache.k and cache.v disagree: k {name_of(cache.k.dtype)}{list(cache.k.shape)}, v {name_of(cache.v.dtype)}{list(cache.v.shape)}"
-        )
+        k, v = (f"{name_of(array.dtype)}{list(array.shape)}" for array in (cache.k, cache.v))
+        raise ValueError(f"cache.k and cache.v disagree in blocks, heads or dtype: k {k}, v {v}")
     blocks, _, heads = _AXES[cache.layout]
     return cache.k.shape[blocks], cache.k.shape[heads]

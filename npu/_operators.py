@@ -42,7 +42,9 @@ def _operator(namespace, name, device):
     try:
         operator = getattr(getattr(torch.ops, namespace), name).default
     except AttributeError:
-        raise RuntimeError(f"the installed torch_npu has no operator {namespace}::{name}. A torch_npu for CANN 8.3 or later has it") from None
+        raise RuntimeError(
+            f"the installed torch_npu has no operator {namespace}::{name}. A torch_npu for CANN 8.3 or later has it"
+        ) from None
     if device == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
         raise RuntimeError(f"{namespace}::{name} runs on an NPU, and the tensors are on the CPU. {HOW}")
     return operator

@@ -43,9 +43,7 @@ LIMITS = {
     ),
     "heads": Limit(_FIA, "heads", "at most 256 query heads", "split the heads over several calls"),
     "group": Limit(_FIA, "heads / kv_heads", "at most 64 query heads read one key head", "split the query heads over several calls"),
-    "cache layout": Limit(
-        _FIA, "cache.layout", "a paged cache is pbhd (BnBsH) or phbd (BnNBsD)", "paged.convert(cache, layout='pbhd')"
-    ),
+    "cache layout": Limit(_FIA, "cache.layout", "a paged cache is pbhd (BnBsH) or phbd (BnNBsD)", "paged.convert(cache, layout='pbhd')"),
     "cache strides": Limit(_FIA, "cache", "the cache is contiguous", "allocate k and v as tensors of their own (paged.allocate)"),
     "cache width": Limit(_FIA, "cache.k", "kv_heads * head_size of a pbhd cache is at most 65535", "a phbd cache"),
     "packed block": Limit(_FIA, "cache.block_size", "in layout TND a block has at most 1024 tokens, in multiples of 16", "blocks of 128"),
@@ -56,12 +54,18 @@ LIMITS = {
         "128, 256, 384 or 512 tokens",
         "blocks of 128",
     ),
-    "decode block": Limit(_FIA, "cache.block_size", "outside layout TND a block has at most 512 tokens, in multiples of 16", "blocks of 128"),
+    "decode block": Limit(
+        _FIA, "cache.block_size", "outside layout TND a block has at most 512 tokens, in multiples of 16", "blocks of 128"
+    ),
     "packed sequences": Limit(_FIA, "batch", "layout TND takes at most 4096 sequences", "split the batch"),
     "sequences": Limit(_FIA, "batch", "at most 65536 sequences", "split the batch"),
     "decode keys": Limit(_FIA, "batch.seq_lens", "one query reads at most 262144 keys", "split the keys and merge the partials"),
-    "exact lengths": Limit(_FIA, "batch.host.exact", "the operator takes exact lengths as host integers", "build the batch with exact lengths"),
-    "cache dtype": Limit(_SCATTER, "cache.dtype", "the caches that attention reads are float16 or bfloat16", "allocate it in float16 or bfloat16"),
+    "exact lengths": Limit(
+        _FIA, "batch.host.exact", "the operator takes exact lengths as host integers", "build the batch with exact lengths"
+    ),
+    "cache dtype": Limit(
+        _SCATTER, "cache.dtype", "the caches that attention reads are float16 or bfloat16", "allocate it in float16 or bfloat16"
+    ),
     "write layout": Limit(_SCATTER, "cache.layout", "rows are written to a pbhd cache alone", "paged.convert(cache, layout='pbhd')"),
     "write strides": Limit(_SCATTER, "cache", "the cache is contiguous", "allocate k and v as tensors of their own (paged.allocate)"),
     "rotary dtype": Limit(_ROTARY, "x.dtype", "float16, bfloat16 or float32", "x.float()"),

@@ -35,8 +35,8 @@ def merge(a: Partial, b: Partial) -> Partial:
 def finish(partial: Partial, sink: Float[Tensor, "h"] | None = None, *, dtype) -> Float[Tensor, "t h dv"]:
     """The output in `dtype`, with one extra logit per query head of value 0 where a sink is given: out / (1 + e^(sink - lse)).
 
-    The sink is neither scaled nor capped; -inf is no sink, +inf gives 0. Launches nothing where there is no sink and `dtype` is the output's.
-    Raises ValueError where a sink meets a Partial without lse.
+    The sink is neither scaled nor capped; -inf is no sink, +inf gives 0. Launches nothing without a sink where
+    `dtype` is the output's. Raises ValueError where a sink meets a Partial without lse.
     """
     if sink is None:
         return partial.out.to(dtype)

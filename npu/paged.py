@@ -14,7 +14,7 @@ from npu.merge import empty_on
 
 
 def allocate(num_blocks: int, kv_heads: int, head_size: int, value_size: int, *, block_size: int, layout: str, dtype) -> Pages:
-    """A cache of zeros for num_blocks * block_size tokens, on torch's default device. Raises ValueError for a size or layout out of range."""
+    """A cache of zeros for num_blocks * block_size tokens, on torch's default device. Raises ValueError for a size or layout."""
     for name, size in (
         ("num_blocks", num_blocks),
         ("kv_heads", kv_heads),
@@ -58,9 +58,7 @@ def write(cache: Pages, k: Float[Tensor, "t hk d"], v: Float[Tensor, "t hk dv"],
     check_key_values(k, v)
     if tuple(slots.shape) != (k.shape[0],):
         raise ValueError(f"slots has shape {list(slots.shape)} for {k.shape[0]} rows of k")
-    limits.check(
-        limits.Facts("paged.write", name_of(cache.k.dtype), kv_heads=kv_heads, layout=cache.layout, contiguous=_contiguous(cache))
-    )
+    limits.check(limits.Facts("paged.write", name_of(cache.k.dtype), kv_heads=kv_heads, layout=cache.layout, contiguous=_contiguous(cache)))
     if k.shape[0]:
         _operators.scatter(k.device.type)(k.contiguous(), v.contiguous(), cache.k, cache.v, slots.contiguous())
     return cache

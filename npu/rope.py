@@ -51,9 +51,7 @@ def table(
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def half(
-    x: Float[Tensor, "t h d"], cos: Float[Tensor, "t rotary_size/2"], sin: Float[Tensor, "t rotary_size/2"]
-) -> Float[Tensor, "t h d"]:
+def half(x: Float[Tensor, "t h d"], cos: Float[Tensor, "t rotary_size/2"], sin: Float[Tensor, "t rotary_size/2"]) -> Float[Tensor, "t h d"]:
     """x with dims (i, i + rotary_size / 2) of its leading rotary_size dims turned, the others unchanged (NeoX, Llama).
 
     Arithmetic is float32: a float16 or bfloat16 x is cast there and back. Raises ValueError for shapes that do not fit together, and
@@ -65,7 +63,7 @@ def half(
 def interleaved(
     x: Float[Tensor, "t h d"], cos: Float[Tensor, "t rotary_size/2"], sin: Float[Tensor, "t rotary_size/2"]
 ) -> Float[Tensor, "t h d"]:
-    """x with dims (2i, 2i + 1) of its leading rotary_size dims turned, the others unchanged, in the same order (GPT-J). Otherwise as `half`."""
+    """x with dims (2i, 2i + 1) of its leading rotary_size dims turned, in the same order, the others unchanged (GPT-J). Else as `half`."""
     return _rotated("rope.interleaved", "interleave", x, cos, sin, lambda angles: angles.repeat_interleave(2, -1))
 
 

@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fattn.types import Batch, Mask, Pages
-from fattn.types import StandardConfig as Config
+from fattn.types import Batch, Mask, Pages, StandardConfig
 from npu import paged, rope
 from npu._checks import check_key_values, check_rows
 from npu.merge import finish
+
+Config = StandardConfig
 
 
 class Weights(NamedTuple):
@@ -91,7 +92,7 @@ def attend_and_write(
     row = batch.host.constants.get("unwritable", None) if batch.host is not None else None
     if row is not None:
         raise ValueError(
-            f"batch.slot_mapping[{row}]=-1 must not reach the operator: build the batch with null_blocks, rows of which padding is written to"
+            f"batch.slot_mapping[{row}]=-1 must not reach the operator: build the batch with null_blocks, and padding is written to them"
         )
     cache = paged.write(cache, k, v, batch.slot_mapping)
     partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None)
