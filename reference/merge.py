@@ -100,7 +100,9 @@ def _merge_rows(a: _Row, b: _Row, u: float) -> _Row:
     """Two rows that both see keys.
 
     Uncertain lse, by e_i <= their bounds, move the mean of the outs by at most sum w_i (exp(e_i) - 1)|out_i - out| / sum w_i exp(-e_i),
-    and it stays between the outs; their own bounds are averaged alike. Each weight is rounded by KAPPA u (|lse_i| + |lse| + 2) of itself.
+    and it stays between the outs; their own bounds are averaged alike, and lse moves by at most ln sum w_i exp(e_i).
+    A weight exp(lse_i - lse) is rounded by 2u |lse| of itself (lse is rounded, perhaps converted from another base) and by
+    KAPPA u (|lse_i - lse| + 2) (the difference and the exponential).
     """
     lses, outs = np.array([a.lse, b.lse]), np.stack([a.out, b.out])
     lse = np.logaddexp(a.lse, b.lse)
@@ -110,9 +112,10 @@ def _merge_rows(a: _Row, b: _Row, u: float) -> _Row:
     least, deviation, bounds = weights @ np.exp(-off), np.abs(outs - out), np.stack([a.out_bound, b.out_bound])
     moved = np.minimum((weights * np.expm1(off)) @ deviation / least, deviation.max(axis=0))
     inherited = np.minimum((weights * np.exp(off)) @ bounds / least, bounds.max(axis=0))
-    rounding = KAPPA * u * (np.abs(lses) + abs(lse) + 2)
+    rounding = 2 * u * abs(lse) + KAPPA * u * (np.abs(lses - lse) + 2)
     fresh = SLACK * ((weights * rounding + underflow(u)) @ np.abs(outs))
-    return _Row(out, lse, moved + inherited + fresh, max(a.lse_bound, b.lse_bound) + SLACK * KAPPA * u * (abs(lse) + 2))
+    lse_bound = np.log(weights @ np.exp(off)) + SLACK * KAPPA * u * (abs(lse) + 2)
+    return _Row(out, lse, moved + inherited + fresh, lse_bound)
 
 
 def _partial(name: str, partial) -> Bounded:

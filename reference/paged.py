@@ -79,8 +79,8 @@ def attend(
 ) -> Bounded:
     """Attention of every sequence's queries over its own pages: query i at seq_len - query_len + i, keys 0..seq_len - 1.
 
-    dense.attend says the rest. `slopes` adds ALiBi's bias. Without `lse` the Partial's lse is None. Raises ValueError naming field, row and value where the batch,
-    the cache and q do not fit together.
+    dense.attend says the rest. `slopes` adds ALiBi's bias. Without `lse` the Partial's lse is None. Raises ValueError naming field, row
+    and value where the batch, the cache and q do not fit together.
     """
     pages = plain(cache)
     _check_attend(q, pages, batch, slopes, softcap)

@@ -36,7 +36,7 @@ def yarn(
     beta_slow: float = 1.0,
     precision: Precision = FLOAT32,
 ) -> Bounded:
-    """YaRN's frequencies: what turns over beta_fast times within original_length stays, what turns under beta_slow times is divided by factor.
+    """YaRN's frequencies: over beta_fast turns within original_length they stay, under beta_slow turns they are divided by factor.
 
     Between the two a linear ramp over the index blends them. Radians per position, Bounded [rotary_size/2]. cos and sin are not scaled:
     the softmax scale is where a model applies its mscale. Source: Peng et al. 2023, "YaRN"; DeepSeek-V3's inference code.
