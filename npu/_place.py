@@ -43,17 +43,16 @@ def place(batch: Batch, device, mask: Mask) -> Batch:
 
     query_labels = {name: put(batch.query_labels[name]) for name in batch.query_labels}
     key_labels = {name: put(batch.key_labels[name]) for name in batch.key_labels}
-    shape = form(host.query_lens, host.seq_lens, mask, block_size=batch.block_size)
+    shape = form(host.query_lens, host.seq_lens, mask)
     constants = {"mask": mask, "form": shape, "query_ends": tuple(np.cumsum(query_lens).tolist())}
     constants |= _indices(query_lens, shape, put)
-    if shape.queries == 1 and (first := _first_key(mask, seq_lens - 1)) is not None:
-        table, constants["kv_lens"], hidden = _window(np.maximum(first, 0), seq_lens, table, batch.block_size)
-        if shape.explicit:
-            constants["hidden"] = torch.from_numpy(hidden).to(device, non_blocking=True)
-    else:
-        constants["kv_lens"] = tuple(seq_lens.tolist())
+    kv_lens, first = seq_lens, _first_key(mask, seq_lens - 1)
+    if shape.queries == 1 and shape.explicit and first is not None:
+        table, kv_lens, hidden = _window(np.maximum(first, 0), _reach(mask), seq_lens, table, batch.block_size)
+        constants["hidden"] = torch.from_numpy(hidden).to(device, non_blocking=True)
+    constants["kv_lens"] = tuple(kv_lens.tolist())
     constants["block_table"] = put(table)
-    constants["kv_lens_array"] = put(np.asarray(constants["kv_lens"]))
+    constants["kv_lens_array"] = put(kv_lens)
     if shape.explicit and "hidden" not in constants:
         constants |= _hidden(mask, query_lens, seq_lens, table.shape[1] * batch.block_size, query_labels, key_labels, constants, put)
     elif (empty := _empty_rows(query_lens, seq_lens)).any():
@@ -75,21 +74,19 @@ def place(batch: Batch, device, mask: Mask) -> Batch:
     )
 
 
-def form(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], mask: Mask, *, block_size: int) -> Form:
+def form(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], mask: Mask) -> Form:
     """How a batch of these lengths goes to the operator under `mask`.
 
-    Several queries: one band goes as a compressed mask, anything else explicitly. One query: the operator ignores bands, so keys before a
-    window are cut off in whole blocks, and the mask is explicit where a window begins inside a block.
+    Several queries: one band goes as a compressed mask, anything else explicitly. One query: the operator ignores bands, and needs none
+    where the query sees all keys; keys before a window are cut off in whole blocks, and an explicit mask hides the rest.
     """
     query_lens, seq_lens = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
     queries = int(query_lens[seq_lens > 0].max(initial=0))
     uniform = bool((query_lens == queries).all())
     if queries > 1:
         return Form(queries, uniform, band(mask) is None)
-    first = _first_key(mask, seq_lens - 1)
-    if queries == 0:
-        return Form(queries, uniform, False)
-    return Form(queries, uniform, first is None or bool((np.maximum(first, 0) % block_size)[seq_lens > 0].any()))
+    sees_all = _first_key(mask, seq_lens) is not None and _reach(mask) is None
+    return Form(queries, uniform, queries > 0 and not sees_all)
 
 
 def _host(batch):
@@ -126,16 +123,31 @@ def _first_key(mask, last):
     return None
 
 
-def _window(first, seq_lens, table, block_size):
-    """Keys from `first` on: the block table from the block of `first`, the keys that remain, and what of them a mask must hide."""
+def _reach(mask):
+    """How many keys the last query of a sequence sees at most, where position alone decides; None: all of them."""
+    match mask:
+        case Window(int(left), _):
+            return left + 1
+        case Chunk(size):
+            return size
+        case And(first, second):
+            return min((n for n in (_reach(first), _reach(second)) if n is not None), default=None)
+    return None
+
+
+def _window(first, reach, seq_lens, table, block_size):
+    """At most `reach` keys from `first` on: the block table from the block of `first`, the keys that remain, what of them to hide.
+
+    Shapes depend on the mask and the table, not on lengths.
+    """
     block = first // block_size
     lens = np.maximum(seq_lens - block * block_size, 0)
-    columns = np.arange(max(int(-(-lens.max(initial=0) // block_size)), 1))[None]
+    columns = np.arange(min(table.shape[1], (reach + block_size - 2) // block_size + 1))[None]
     ids = np.take_along_axis(table, np.minimum(block[:, None] + columns, table.shape[1] - 1), 1)
     ids = np.where(columns * block_size < lens[:, None], ids, 0)
     keys = np.arange(columns.size * block_size)[None]
     hidden = (keys < (first - block * block_size)[:, None]) | (keys >= lens[:, None])
-    return ids, tuple(lens.tolist()), hidden[:, None, None, :]
+    return ids, lens, hidden[:, None, None, :]
 
 
 def _indices(query_lens, shape, put):

@@ -124,7 +124,7 @@ def counted_launches():
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             schema = func._schema
             views = schema.returns and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-            if not views and func is not torch.ops.aten.detach.default:
+            if not views and func not in (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default):
                 names.append(schema.name)
             return func(*args, **(kwargs or {}))
 
