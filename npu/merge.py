@@ -23,13 +23,13 @@ def merge(a: Partial, b: Partial) -> Partial:
     _check(a, b)
     a, b = _cleaned(a), _cleaned(b)
     top = torch.maximum(a.lse, b.lse)
-    some = top > -torch.inf
-    top = torch.where(some, top, 0)
+    none = top == -torch.inf
+    top = top.masked_fill(none, 0)
     # e^-inf is 0: an empty side weighs nothing, and `top` is finite
     wa, wb = torch.exp(a.lse - top), torch.exp(b.lse - top)
-    total = torch.where(some, wa + wb, 1)
+    total = (wa + wb).masked_fill(none, 1)
     out = (wa / total)[..., None] * a.out + (wb / total)[..., None] * b.out
-    return Partial(out, torch.where(some, top + torch.log(total), -torch.inf))
+    return Partial(out, (top + torch.log(total)).masked_fill(none, -torch.inf))
 
 
 def finish(partial: Partial, sink: Float[Tensor, "h"] | None = None, *, dtype) -> Float[Tensor, "t h dv"]:
@@ -44,12 +44,10 @@ def finish(partial: Partial, sink: Float[Tensor, "h"] | None = None, *, dtype) -
         raise ValueError("partial.lse is None: a sink needs the log-sum-exp; ask for it with lse=True")
     if sink.shape != partial.lse.shape[-1:]:
         raise ValueError(f"sink has shape {list(sink.shape)}, but there are {partial.lse.shape[-1]} query heads")
-    partial = _cleaned(partial)
-    sink = sink.to(partial.lse.dtype)
-    some = (partial.lse > -torch.inf) & (sink < torch.inf)
-    # the sigmoid of a difference that is finite wherever it is read
-    share = torch.sigmoid(torch.where(some, partial.lse, 0) - torch.where(some, sink, 0))
-    return (torch.where(some, share, 0)[..., None] * partial.out).to(dtype)
+    out, lse = _cleaned(partial)
+    # 1 / (1 + e^(sink - lse)); a sink of -inf as the least finite number, so that no difference is inf - inf
+    share = torch.sigmoid(lse - sink.to(lse.dtype).clamp_min(torch.finfo(lse.dtype).min))
+    return (share[..., None] * out).to(dtype)
 
 
 def empty_on(tokens, heads, value_size, *, dtype, lse_dtype, device) -> Partial:
@@ -60,9 +58,9 @@ def empty_on(tokens, heads, value_size, *, dtype, lse_dtype, device) -> Partial:
 
 def _cleaned(partial):
     """In the accumulation dtype, and zero where no key was seen: a weight of 0 times NaN would be NaN."""
-    accumulator = torch.promote_types(partial.lse.dtype, torch.float32)
-    out, lse = partial.out.to(accumulator), partial.lse.to(accumulator)
-    return Partial(torch.where((lse > -torch.inf)[..., None], out, 0), lse)
+    accumulator = torch.float64 if partial.lse.dtype == torch.float64 else torch.float32
+    out = partial.out.masked_fill((partial.lse == -torch.inf)[..., None], 0)
+    return Partial(out.to(accumulator), partial.lse.to(accumulator))
 
 
 def _check(a, b):

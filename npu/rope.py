@@ -47,7 +47,8 @@ def table(
     positions: Int32[Tensor, "t"], frequencies: Float[Tensor, "rotary_size/2"], *, dtype
 ) -> tuple[Float[Tensor, "t rotary_size/2"], Float[Tensor, "t rotary_size/2"]]:
     """cos and sin of position * frequency, computed in float32 (float64 for float64 frequencies) and returned in `dtype`."""
-    angles = positions.to(torch.promote_types(frequencies.dtype, torch.float32))[:, None] * frequencies
+    accumulator = torch.float64 if frequencies.dtype == torch.float64 else torch.float32
+    angles = positions.to(accumulator)[:, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
