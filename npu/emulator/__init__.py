@@ -1,0 +1,89 @@
+"""The torch_npu operators on a machine with no NPU: the real wheel, its dispatcher, schemas and Meta kernels, and CPU kernels behind them.
+
+The kernels are written from the operators' documentation and share no code with the packages that call them. They enforce the documented
+limits of a declared chip and CANN release, and are hostile where the documents are silent: see `assumptions`. Nothing here says anything
+about a device's own arithmetic or speed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from npu.emulator.assumptions import variant
+
+__all__ = ["install", "provider", "variant"]
+
+_installed: list[str] = []  # what `provider` says
+
+
+def install(soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = ()) -> str:
+    """Makes `import torch_npu` work and its attention operators run on CPU tensors; prints one line that says what runs; returns `provider()`.
+
+    On a host whose own NPU is available nothing is emulated. Fetches the wheel and compiles the stand-ins for CANN on first use. A second
+    call declares another target or other answers ("assumption id:variant", all others as believed). Raises RuntimeError that names what to
+    install where pip, the wheel or gcc is missing, and ValueError for an unknown chip or variant.
+    """
+    from npu.emulator import assumptions, stubs
+
+    assumptions.choose(variants)
+    if not _installed:
+        if stubs.real_cann() and _device_name():
+            _installed.append(_device_name())
+            print(f"{_installed[0]}: this host's own NPU and torch_npu; nothing is emulated", flush=True)
+            return _installed[0]
+        _import_wheel(with_stubs=not stubs.real_cann())
+        from npu.emulator import kernels
+
+        kernels.register_all()
+        _declare(soc, cann)
+    elif _installed[0].startswith("emulated"):
+        _declare(soc, cann)
+    return _installed[0]
+
+
+def provider() -> str:
+    """What runs the operators: "emulated torch_npu 2.13.0", or the name of the host's own chip. Raises RuntimeError before `install`."""
+    if not _installed:
+        raise RuntimeError("npu.emulator.install() has not been called")
+    return _installed[0]
+
+
+def _declare(soc, cann):
+    import torch_npu
+
+    from npu.emulator import target
+
+    name = f"emulated torch_npu {torch_npu.__version__.split('+')[0]}"
+    chosen = target.declare(soc, cann)
+    line = f"{name} ({chosen.chip}, CANN {chosen.cann}): the wheel's schemas and Meta kernels, CPU kernels from the documents, no NPU"
+    if [name, line] != _installed:
+        print(line, flush=True)
+    _installed[:] = [name, line]
+
+
+def _import_wheel(with_stubs):
+    from npu.emulator import stubs, wheel
+
+    # `import torch` must not import torch_npu by itself before the stand-ins are loaded
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    folder = wheel.installed() or wheel.fetch(wheel.fitting_version())
+    if with_stubs:
+        stubs.preload(stubs.build(folder))
+    importlib.import_module("torch")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    importlib.import_module("torch_npu")
+    importlib.import_module("torch_npu.op_plugin.atb._atb_ops")  # defines torch.ops.atb
+
+
+def _device_name():
+    """The chip of an available NPU, or None."""
+    from npu.emulator import wheel
+
+    if wheel.installed() is None:
+        return None
+    torch_npu = importlib.import_module("torch_npu")
+    return torch_npu.npu.get_device_name(0) if torch_npu.npu.is_available() else None
