@@ -15,16 +15,25 @@ DOCUMENT = "documentation of the operator (op-plugin, CANN 8.3 to 9.1)"
 
 
 class Limit(NamedTuple):
-    """One thing that an operator does not take. `assumption` names the emulator's assumption where the documents leave it open."""
+    """One thing that an operator does not take, on which chips and CANN releases, and on what evidence."""
 
     operator: str
     argument: str
     text: str
     instead: str
     evidence: str = DOCUMENT
-    assumption: str | None = None
+    assumption: str | None = None  # the emulator's, where the documents leave it open
     soc: tuple[str, ...] = ("a2", "a3")
     cann: str = "8.3 and later"
+
+
+class Choice(NamedTuple):
+    """Which of an operator's layouts or modes a case goes by, and the emulator's assumptions that its result depends on."""
+
+    operation: str
+    case: str
+    how: str
+    assumptions: tuple[str, ...] = ()
 
 
 _FIA, _SCATTER, _ROTARY = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_rotary_mul"
@@ -72,6 +81,52 @@ LIMITS = {
     "rotary size": Limit(_ROTARY, "rotary_size", "an even number of dims below 896", "rotate the heads in two parts"),
     "rotary heads": Limit(_ROTARY, "heads", "fewer than 1000 heads", "rotate q and k in calls of their own"),
 }
+
+
+CHOICES = (
+    Choice("dense.attend", "ranges that end together, one band, several queries", "BSND, sparse_mode 3 or 4, compressed mask"),
+    Choice("dense.attend", "ranges of which every query sees every key", "BSND, no mask"),
+    Choice("dense.attend", "any other positions or mask, one query, a bias", "BSND, sparse_mode 0, explicit mask"),
+    Choice("dense.attend", "head size 128, or 192, without an explicit mask", "TND"),
+    Choice(
+        "paged.attend",
+        "head size 128, or 192: decode of full and causal masks, several queries of one band",
+        "TND, BnBsH or BnNBsD cache, sparse_mode 0, 3 or 4",
+        ("page-tail-arithmetic", "shared-pages"),
+    ),
+    Choice(
+        "paged.attend",
+        "head size 128, or 192: windows over a batch where some sequences have one query and some have several",
+        "TND, sparse_mode 4",
+        ("tnd-one-query-band",),
+    ),
+    Choice(
+        "paged.attend",
+        "other head sizes, ALiBi, explicit masks; equal query lengths",
+        "BSND for a pbhd cache, BNSD for a phbd cache: queries are views",
+        ("page-tail-arithmetic", "shared-pages", "padded-query-alignment"),
+    ),
+    Choice(
+        "paged.attend",
+        "other head sizes, ALiBi, explicit masks; mixed query lengths",
+        "BSND or BNSD with queries padded to the longest: two copies, three with an LSE",
+        ("page-tail-arithmetic", "shared-pages", "padded-query-alignment"),
+    ),
+    Choice(
+        "paged.attend",
+        "one query a sequence, window or chunk",
+        "BSND or BNSD: the block table begins at the window's first block, an explicit mask hides the keys before the window",
+        ("page-tail-arithmetic", "shared-pages"),
+    ),
+    Choice(
+        "paged.attend",
+        "trees, segments, unions of masks",
+        "BSND or BNSD, sparse_mode 0, explicit mask",
+        ("page-tail-arithmetic", "shared-pages"),
+    ),
+    Choice("paged.write", "a pbhd cache", "cache_mode Norm, or ATB's operator where the schema has no cache_mode", ("norm-cache",)),
+    Choice("rope.half", "float16 and bfloat16", "float32 input and tables, cast there and back"),
+)
 
 
 @dataclass(frozen=True)
