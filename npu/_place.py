@@ -35,8 +35,8 @@ def place(batch: Batch, device, mask: Mask) -> Batch:
     table = np.asarray(batch.block_table)
     slots = np.asarray(host.slots)
     _check(query_lens, seq_lens, table, slots, batch.block_size)
-    pages = -(-seq_lens // batch.block_size)
-    table = np.where(np.arange(table.shape[1])[None] < pages[:, None], table, 0)
+    followed = np.arange(table.shape[1])[None] < -(-seq_lens // batch.block_size)[:, None]
+    table = np.where(followed, table, 0)
 
     def put(array):
         return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device, non_blocking=True)
@@ -45,6 +45,7 @@ def place(batch: Batch, device, mask: Mask) -> Batch:
     key_labels = {name: put(batch.key_labels[name]) for name in batch.key_labels}
     shape = form(host.query_lens, host.seq_lens, mask)
     constants = {"mask": mask, "form": shape, "query_ends": tuple(np.cumsum(query_lens).tolist())}
+    constants["extremes"] = _extremes(table, slots)
     constants |= _indices(query_lens, shape, put)
     kv_lens, first = seq_lens, _first_key(mask, seq_lens - 1)
     if shape.queries == 1 and shape.explicit and first is not None:
@@ -59,8 +60,6 @@ def place(batch: Batch, device, mask: Mask) -> Batch:
         constants["empty"] = torch.from_numpy(empty).to(device, non_blocking=True)[:, None]
     if not shape.explicit and shape.queries > 1 and band(mask) != (None, None):
         constants["compressed"] = triangle(device)
-    unwritable = np.flatnonzero(slots < 0)
-    constants["unwritable"] = int(unwritable[0]) if unwritable.size else None
     return replace(
         batch,
         query_start_loc=put(batch.query_start_loc),
@@ -89,9 +88,41 @@ def form(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], mask: Mask) -> 
     return Form(queries, uniform, queries > 0 and not sees_all)
 
 
+def check_reach(batch: Batch, *, num_blocks: int, writes: bool):
+    """Raises ValueError naming field, row and value where a placed batch leads outside a cache of `num_blocks` blocks.
+
+    Looks at the host's copies alone. `writes` asks for a slot of every row, too.
+    """
+    extremes = batch.host.constants["extremes"]
+    for place, value in extremes["block_table"]:
+        if not 0 <= value < num_blocks:
+            raise ValueError(f"batch.block_table{place}={value} is not one of the cache's {num_blocks} blocks")
+    for place, value in extremes["slot_mapping"] if writes else ():
+        if value < 0:
+            raise ValueError(f"batch.slot_mapping{place}={value} must not reach the operator: build the batch with null_blocks for padding")
+        if value >= num_blocks * batch.block_size:
+            raise ValueError(f"batch.slot_mapping{place}={value} is past the cache's {num_blocks} blocks of {batch.block_size} tokens")
+
+
+def _extremes(table, slots):
+    """The least and the greatest block id and slot, with their places: what must lie inside a cache."""
+    found = {}
+    for field, array in (("block_table", table), ("slot_mapping", slots)):
+        places = (array.argmin(), array.argmax()) if array.size else ()
+        found[field] = [(list(map(int, np.unravel_index(at, array.shape))), int(array.flat[at])) for at in places]
+    return found
+
+
 def _host(batch):
     starts, seq_lens = np.asarray(batch.query_start_loc), np.asarray(batch.seq_lens)
-    return Host(tuple(np.diff(starts).tolist()), tuple(seq_lens.tolist()), np.asarray(batch.slot_mapping, np.int64))
+    slots = np.asarray(batch.slot_mapping, np.int64)
+    _, first, counts = np.unique(slots, return_index=True, return_counts=True)
+    if (twice := first[(counts > 1) & (slots[first] >= 0)]).size:
+        rows = np.flatnonzero(slots == slots[twice[0]])
+        raise ValueError(
+            f"batch.slot_mapping[{rows[1]}]={slots[rows[1]]} is already written by row {rows[0]}; every row needs its own slot"
+        )
+    return Host(tuple(np.diff(starts).tolist()), tuple(seq_lens.tolist()), slots)
 
 
 def _check(query_lens, seq_lens, table, slots, block_size):

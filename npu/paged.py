@@ -9,6 +9,7 @@ from torch import Tensor
 from fattn.types import LAYOUTS, Batch, Mask, Pages, Partial
 from npu import _operators, limits
 from npu._checks import cache_sizes, check_heads, check_key_values, check_rows, check_softcap, name_of
+from npu._place import check_reach
 from npu.masks import INT32_MAX, sparse_mode
 from npu.merge import empty_on
 
@@ -93,29 +94,9 @@ def attend(
     Raises ValueError for arguments that do not fit together, and Unsupported for what `limits` lists.
     Source: the documents of npu_fused_infer_attention_score.
     """
-    _, kv_heads = cache_sizes(cache)
-    _check(q, cache, batch, slopes, mask, kv_heads, softcap)
-    constants, (t, h, d), dv = batch.host.constants, q.shape, cache.v.shape[-1]
+    facts = admit(q, cache, batch, slopes, mask=mask, softcap=softcap)
+    constants, (t, h, _), dv = batch.host.constants, q.shape, cache.v.shape[-1]
     form = constants["form"]
-    facts = limits.Facts(
-        "paged.attend",
-        name_of(q.dtype),
-        heads=h,
-        kv_heads=kv_heads,
-        head_size=d,
-        value_size=dv,
-        queries=form.queries,
-        keys=max(constants["kv_lens"], default=0),
-        sequences=len(constants["kv_lens"]),
-        explicit=form.explicit,
-        additive=None if slopes is None else name_of(q.dtype),
-        softcap=softcap,
-        exact=batch.host.exact,
-        layout=cache.layout,
-        block_size=cache.block_size,
-        contiguous=_contiguous(cache),
-    )
-    limits.check(facts)
     if t == 0 or form.queries == 0:
         nothing = empty_on(t, h, dv, dtype=q.dtype, lse_dtype=torch.float32, device=q.device)
         return nothing if lse else Partial(nothing.out, None)
@@ -132,7 +113,7 @@ def attend(
         actual_seq_lengths_kv=constants["kv_lens"],
         block_table=constants["block_table"],
         num_heads=h,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=facts.kv_heads,
         scale=scale,
         pre_tokens=left,
         next_tokens=right,
@@ -149,6 +130,34 @@ def attend(
         out = out.masked_fill(constants["empty"][..., None], 0)
         sums = sums.masked_fill(constants["empty"], -torch.inf) if lse else None
     return Partial(out, sums)
+
+
+def admit(q, cache: Pages, batch: Batch, slopes, *, mask: Mask, softcap: float | None) -> limits.Facts:
+    """What `attend` checks before it launches anything: raises its ValueError or Unsupported, else describes the call."""
+    num_blocks, kv_heads = cache_sizes(cache)
+    _check(q, cache, batch, slopes, mask, kv_heads, softcap)
+    check_reach(batch, num_blocks=num_blocks, writes=False)
+    constants = batch.host.constants
+    facts = limits.Facts(
+        "paged.attend",
+        name_of(q.dtype),
+        heads=q.shape[1],
+        kv_heads=kv_heads,
+        head_size=q.shape[2],
+        value_size=cache.v.shape[-1],
+        queries=constants["form"].queries,
+        keys=max(constants["kv_lens"], default=0),
+        sequences=len(constants["kv_lens"]),
+        explicit=constants["form"].explicit,
+        additive=None if slopes is None else name_of(q.dtype),
+        softcap=softcap,
+        exact=batch.host.exact,
+        layout=cache.layout,
+        block_size=cache.block_size,
+        contiguous=_contiguous(cache),
+    )
+    limits.check(facts)
+    return facts
 
 
 def _check(q, cache, batch, slopes, mask, kv_heads, softcap):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fattn.types import Batch, Mask, Pages, StandardConfig
 from npu import paged, rope
-from npu._checks import check_key_values, check_rows
+from npu._checks import cache_sizes, check_key_values, check_rows
+from npu._place import check_reach
 from npu.merge import finish
 
 Config = StandardConfig
@@ -81,19 +82,18 @@ def attend_and_write(
 ) -> tuple[Float[Tensor, "t h dv"], Pages]:
     """Writes a step's keys and values to the cache at the batch's slots, then attends over it: the output in q's dtype, and the cache.
 
-    The batch comes from npu.place, and the cache is written in place. Raises ValueError before anything is written where a row has no
-    slot: the plan gives padding rows of null blocks.
+    The batch comes from npu.place, and the cache is written in place. Before anything is written this raises ValueError where arguments do
+    not fit together or a row has no slot (the plan gives padding rows of null blocks), and what paged.attend refuses.
     """
-    check_rows("q", q)
-    check_rows("k", k)
+    for name, rows in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, rows)
     check_key_values(k, v)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows, but k has {k.shape[0]}")
-    row = batch.host.constants.get("unwritable", None) if batch.host is not None else None
-    if row is not None:
-        raise ValueError(
-            f"batch.slot_mapping[{row}]=-1 must not reach the operator: build the batch with null_blocks, and padding is written to them"
-        )
+    if attend is paged.attend:
+        paged.admit(q, cache, batch, slopes, mask=mask, softcap=softcap)
+    _check_sinks(sinks, q)
+    check_reach(batch, num_blocks=cache_sizes(cache)[0], writes=True)
     cache = paged.write(cache, k, v, batch.slot_mapping)
     partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None)
     return finish(partial, sinks, dtype=q.dtype), cache
@@ -134,6 +134,11 @@ def forward(
 
 def _projected(x, weight, bias):
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _check_sinks(sinks, q):
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}, but q has {q.shape[1]} heads")
 
 
 def _check_weights(weights, config):

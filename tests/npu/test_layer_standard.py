@@ -68,16 +68,43 @@ def test_attend_and_write(query_lens, seq_lens, dtype, d, with_sinks):
         np.testing.assert_array_equal(numpy_of(getattr(after, name))[live].view(np.uint16), getattr(written, name)[live].view(np.uint16))
 
 
-def test_a_row_without_a_slot_is_refused_before_anything_is_written():
+def test_bad_input_is_named_before_anything_is_written():
     batch, _, cache, q, k, v = step([1, 1], [300, 0])
-    slots = batch.host.slots.copy()
-    slots[1] = -1
-    placed = npu.place(replace(batch, host=replace(batch.host, slots=slots)), "cpu", causal())
+
+    def placed(slot=None, block=None, mask=None, host=True):
+        slots, table = batch.host.slots.copy(), batch.block_table.copy()
+        if slot is not None:
+            slots[1] = slot
+        if block is not None:
+            table[0, 1] = block
+        return npu.place(
+            replace(batch, block_table=table, slot_mapping=slots, host=replace(batch.host, slots=slots) if host else None),
+            "cpu",
+            mask or causal(),
+        )
+
     before = cache.k.clone()
-    with pytest.raises(ValueError, match=r"slot_mapping\[1\]=-1.*null_blocks"):
-        npu.standard.attend_and_write(q, k, v, cache, placed, mask=causal(), scale=0.1)
+    for message, error, call in (
+        (r"slot_mapping\[1\]=-1.*null_blocks", ValueError, lambda: (q, k, v, cache, placed(slot=-1))),
+        (r"slot_mapping\[1\]=9999", ValueError, lambda: (q, k, v, cache, placed(slot=9999))),
+        (r"slot_mapping\[1\]=.* row 0", ValueError, lambda: (q, k, v, cache, placed(slot=batch.host.slots[0], host=False))),
+        (r"block_table\[0, 1\]=99 ", ValueError, lambda: (q, k, v, cache, placed(block=99))),
+        (r"block_table\[0, 1\]=-1 ", ValueError, lambda: (q, k, v, cache, placed(block=-1))),
+        ("placed for mask", ValueError, lambda: (q, k, v, cache, placed(mask=window(3, 0)))),
+        ("place", ValueError, lambda: (q, k, v, cache, batch)),
+        ("rows", ValueError, lambda: (q, k[:1], v[:1], cache, placed())),
+        ("heads", ValueError, lambda: (q[:, :3], k, v, cache, placed())),
+        ("one dtype", ValueError, lambda: (q.bfloat16(), k, v, cache, placed())),
+        ("one dtype", ValueError, lambda: (q, k.float(), v.float(), cache, placed())),
+        ("sinks", ValueError, lambda: (q, k, v, cache, placed(), torch.zeros(3))),
+        ("cache.layout", Unsupported, lambda: (q, k, v, npu.paged.convert(cache, layout="hpbd"), placed())),
+    ):
+        with pytest.raises(error, match=message):
+            npu.standard.attend_and_write(*call(), mask=causal(), scale=0.1)
+    with pytest.raises(Unsupported, match="softcap"):
+        npu.standard.attend_and_write(q, k, v, cache, placed(), mask=causal(), scale=0.1, softcap=30.0)
     assert torch.equal(cache.k.view(torch.int16), before.view(torch.int16))
-    found = npu.paged.attend(q, cache, placed, mask=causal(), scale=0.1)  # attention alone needs no slot
+    found = npu.paged.attend(q, cache, placed(slot=-1), mask=causal(), scale=0.1)  # attention alone needs no slot
     assert (found.lse[1] == -torch.inf).all()
 
 
