@@ -87,11 +87,13 @@ def dtype_name(dtype) -> str:
 
 
 def cast(x: Bounded, dtype) -> Bounded:
-    """`x` after a correct implementation rounds it to `dtype`: same value, wider bound."""
+    """`x` after a correct implementation rounds it to `dtype`: same value, and a wider bound save where it is exactly of that dtype."""
     name = dtype_name(dtype)
     if name == "float64":
         return x
-    return Bounded(x.value, x.bound + ROUNDOFF[name] * (np.abs(x.value) + x.bound) + UNDERFLOW[name] * (x.value != 0))
+    unchanged = (x.bound == 0) & (x.value == x.value.astype(np.dtype(name)))
+    rounding = ROUNDOFF[name] * (np.abs(x.value) + x.bound) + UNDERFLOW[name]
+    return Bounded(x.value, x.bound + np.where(unchanged, 0, rounding))
 
 
 def stored(x: Bounded, dtype) -> Bounded:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from reference._checks import dtype, shape
+from reference._checks import positions as positions_of
 from reference.bounded import FLOAT32, KAPPA, SLACK, Bounded, Precision, accumulator, bounded, cast, constant, finite
 
 Array = np.ndarray
@@ -64,9 +65,9 @@ def table(
     neither cosine nor sine is steeper than 1.
     """
     frequencies = bounded(frequencies)
-    turns = np.abs(np.asarray(positions, np.float64))[:, None]
-    angle = np.asarray(positions, np.float64)[:, None] * frequencies.value
-    off = turns * frequencies.bound + KAPPA * accumulator(precision) * (np.abs(angle) + 1)
+    at = positions_of(positions)[:, None]
+    angle = at * frequencies.value
+    off = np.abs(at) * frequencies.bound + KAPPA * accumulator(precision) * (np.abs(angle) + 1)
     return tuple(cast(Bounded(wave(angle), np.minimum(off, 2.0)), dtype) for wave in (np.cos, np.sin))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from fattn.types import Batch
+
 KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -109,3 +111,24 @@ def worst(got, want, bound) -> float:
     assert (np.isfinite(got) == finite).all() and (got[~finite] == want[~finite]).all()
     error = np.abs(got[finite] - want[finite])
     return float(np.divide(error, bound[finite], out=np.where(error > 0, np.inf, 0.0), where=bound[finite] > 0).max(initial=0))
+
+
+def batch_of(query_lens, seq_lens, tables, *, block_size, query_labels=None, key_labels=None) -> Batch:
+    """A Batch made by hand: `tables` holds a list of block ids for each sequence, extra entries included."""
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    positions = np.concatenate([n - m + np.arange(m) for m, n in zip(query_lens, seq_lens, strict=True)]).astype(np.int32)
+    owner = np.repeat(np.arange(len(query_lens)), query_lens)
+    slots = [tables[b][p // block_size] * block_size + p % block_size if p >= 0 else -1 for b, p in zip(owner, positions, strict=True)]
+    width = max(len(table) for table in tables)
+    table = np.array([list(t) + [-1] * (width - len(t)) for t in tables], np.int32).reshape(len(tables), width)
+    return Batch(
+        starts,
+        np.array(seq_lens, np.int32),
+        table,
+        np.array(slots, np.int32),
+        positions,
+        query_labels or {},
+        key_labels or {},
+        block_size=block_size,
+        max_query_len=max(query_lens),
+    )
