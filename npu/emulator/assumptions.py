@@ -68,7 +68,8 @@ TABLE = (
     ),
     Assumption(
         "padded-query-alignment",
-        _FUSED + "does right-down causal (sparse_mode 3, 4) align the last of the actual queries, or of the tensor's, with the last actual key?",
+        _FUSED
+        + "does right-down causal (sparse_mode 3, 4) align the last of the actual queries, or of the tensor's, with the last actual key?",
         "actual",
         PROTOTYPE,
         {"tensor": "the tensor's last query row with the tensor's last key row"},

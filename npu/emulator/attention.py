@@ -32,7 +32,9 @@ def compute(call: Call) -> tuple[Tensor, Tensor]:
         junk_(lse)
     per_sequence = lse.squeeze(-1) if call.packed else lse.squeeze(-1).transpose(1, 2)
     lses = per_sequence.split(call.query_sizes) if call.packed and sum(call.query_sizes) == len(lse) else _rows(call, per_sequence)
-    sequences = zip(query_side(call, call.query), key_side(call, call.key), key_side(call, call.value), query_side(call, out), lses, strict=True)
+    sequences = zip(
+        query_side(call, call.query), key_side(call, call.key), key_side(call, call.value), query_side(call, out), lses, strict=True
+    )
     for sequence, (q, k, v, out_rows, lse_rows) in enumerate(sequences):
         if len(q):
             _one(call, sequence, q, k, v, out_rows, lse_rows)

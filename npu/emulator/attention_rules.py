@@ -44,7 +44,11 @@ def _tensors(call, rule):
     for name, tensor in (given | {"block_table": call.block_table, "learnable_sink": call.sink}).items():
         if tensor is not None:
             rule(tensor.is_contiguous(), f"{name} is contiguous", f"shape {list(tensor.shape)}, strides {list(tensor.stride())}")
-    rule(call.query.ndim == LAYOUTS[call.layout], f"query has {LAYOUTS[call.layout]} dimensions in layout {call.layout}", list(call.query.shape))
+    rule(
+        call.query.ndim == LAYOUTS[call.layout],
+        f"query has {LAYOUTS[call.layout]} dimensions in layout {call.layout}",
+        list(call.query.shape),
+    )
     dims = (3, 4) if call.paged else (LAYOUTS[call.layout],)
     rule(call.key.ndim in dims, f"key has {' or '.join(map(str, dims))} dimensions", list(call.key.shape))
 
@@ -106,9 +110,17 @@ def _lengths(call, rule):
         ends = last <= rows if answer("tnd-lengths-end") == "may end before" else last == rows
         rule(ends, "layout TND: queryT must be equal to the last element of the query lengths", f"T = {rows}, last = {last}")
         if not call.paged:
-            rule(call.key_lengths[-1] <= call.key_rows, "layout TND: key lengths end at or before key's T", f"{call.key_lengths[-1]} of {call.key_rows}")
+            rule(
+                call.key_lengths[-1] <= call.key_rows,
+                "layout TND: key lengths end at or before key's T",
+                f"{call.key_lengths[-1]} of {call.key_rows}",
+            )
     else:
-        rule(max(call.query_sizes, default=0) <= call.query_rows, "query lengths are at most Q_S", f"{call.query_sizes}, Q_S = {call.query_rows}")
+        rule(
+            max(call.query_sizes, default=0) <= call.query_rows,
+            "query lengths are at most Q_S",
+            f"{call.query_sizes}, Q_S = {call.query_rows}",
+        )
     if call.paged or not call.packed:
         rule(max(call.key_sizes, default=0) <= call.key_rows, "key lengths are at most KV_S", f"{call.key_sizes}, KV_S = {call.key_rows}")
     if call.one_query:
@@ -137,7 +149,11 @@ def _pages(call, rule):
     wrong = [(b, p, page) for b, row in enumerate(used) for p, page in enumerate(row) if not 0 <= page < pages]
     rule(not wrong, f"block ids that the lengths reach are in [0, {pages})", f"(sequence, place, id) {wrong[:4]}")
     total = sum(map(len, used))
-    rule(answer("shared-pages") == "yes" or total <= pages, "there are at least as many pages as the sequences' counts add up to", f"{pages} < {total}")
+    rule(
+        answer("shared-pages") == "yes" or total <= pages,
+        "there are at least as many pages as the sequences' counts add up to",
+        f"{pages} < {total}",
+    )
 
 
 def _mask(call, rule):
@@ -150,7 +166,11 @@ def _mask(call, rule):
     if call.mode >= 2:
         square = [_COMPRESSED, _COMPRESSED]
         rule(shape in (square, [1, *square], [1, 1, *square]), "sparse_mode 2 to 4: atten_mask is 2048 x 2048", shape)
-        rule(torch.equal(mask.reshape(square).bool(), _triangle()), "sparse_mode 2 to 4: atten_mask hides exactly what is above the diagonal", "another")
+        rule(
+            torch.equal(mask.reshape(square).bool(), _triangle()),
+            "sparse_mode 2 to 4: atten_mask hides exactly what is above the diagonal",
+            "another",
+        )
         return
     rule(not call.packed, "layout TND: masks other than the compressed one are not emulated", shape)
     queries, keys, batch = call.query_rows, call.key_rows, call.batch
@@ -170,17 +190,29 @@ def _mask(call, rule):
 
 
 def _options(call, rule):
-    rule(call.precise in ((0, 1) if call.one_query and not call.packed else (0, 1, 2, 3)), "inner_precise is 0 or 1, or for several queries 2 or 3", call.precise)
+    rule(
+        call.precise in ((0, 1) if call.one_query and not call.packed else (0, 1, 2, 3)),
+        "inner_precise is 0 or 1, or for several queries 2 or 3",
+        call.precise,
+    )
     rule(call.before + call.after >= 0, "pre_tokens and next_tokens leave a band", f"{call.before} and {call.after}")
     if call.bias is not None:
         bias = call.bias
         rule(bias.dtype == call.query.dtype, "pse_shift has query's dtype", bias.dtype)
         fits = bias.ndim == 4 and bias.shape[0] in (1, call.batch) and bias.shape[1] == call.heads
         fits = fits and bias.shape[2] >= call.query_rows and bias.shape[3] >= call.key_rows
-        rule(fits, f"pse_shift is (1 or B, N, Q_S, KV_S), here N = {call.heads}, Q_S = {call.query_rows}, KV_S = {call.key_rows}", list(bias.shape))
+        rule(
+            fits,
+            f"pse_shift is (1 or B, N, Q_S, KV_S), here N = {call.heads}, Q_S = {call.query_rows}, KV_S = {call.key_rows}",
+            list(bias.shape),
+        )
     if call.sink is not None:
         rule(call.packed and call.bias is None, "learnable_sink needs layout TND and no pse_shift", call.layout)
-        rule(call.sink.dtype == torch.bfloat16 and list(call.sink.shape) == [call.heads], "learnable_sink is bfloat16 [N]", f"{call.sink.dtype}{list(call.sink.shape)}")
+        rule(
+            call.sink.dtype == torch.bfloat16 and list(call.sink.shape) == [call.heads],
+            "learnable_sink is bfloat16 [N]",
+            f"{call.sink.dtype}{list(call.sink.shape)}",
+        )
         rule(call.value.shape[-1] <= 128 or call.paged, "learnable_sink needs a value size of at most 128", list(call.value.shape))
 
 

@@ -26,7 +26,9 @@ def scatter(
 ) -> None:
     """Row t of key [T N D] goes to slot_mapping[t] of key_cache, in place: [pages, page size, N, D] where cache_mode is Norm or None,
     [pages, N D / last, page size, last] where it is PA_NZ; value likewise. Raises RuntimeError where a documented limit is broken."""
-    demand(compress_lens is None and compress_seq_offsets is None and seq_lens is None, SCATTER, "compressed caches are not emulated", "given")
+    demand(
+        compress_lens is None and compress_seq_offsets is None and seq_lens is None, SCATTER, "compressed caches are not emulated", "given"
+    )
     demand(cache_mode in (None, "Norm", "PA_NZ"), SCATTER, "cache_mode is None, 'Norm' or 'PA_NZ'", repr(cache_mode))
     _check(SCATTER, key, value, key_cache, value_cache, slot_mapping, tiled=cache_mode == "PA_NZ")
     for rows, pages in ((key, key_cache), (value, value_cache)):
@@ -58,12 +60,20 @@ def _check(operator, key, value, key_cache, value_cache, slots, *, tiled):
         rule(tensors[name].dtype == key.dtype, f"{name} has key's dtype {key.dtype}", tensors[name].dtype)
     rule(key.ndim == 3 and value.ndim == 3, "key and value have three dimensions", f"{list(key.shape)} and {list(value.shape)}")
     rule(key.shape[:2] == value.shape[:2], "key and value agree in tokens and heads", f"{list(key.shape)} and {list(value.shape)}")
-    rule(slots.dtype in (torch.int32, torch.int64) and slots.ndim == 1, "slots are one-dimensional int32 or int64", f"{slots.dtype}{list(slots.shape)}")
+    rule(
+        slots.dtype in (torch.int32, torch.int64) and slots.ndim == 1,
+        "slots are one-dimensional int32 or int64",
+        f"{slots.dtype}{list(slots.shape)}",
+    )
     rule(len(slots) == len(key), "there is a slot for each token", f"{len(slots)} slots, {len(key)} tokens")
     for rows, pages in ((key, key_cache), (value, value_cache)):
         rule(pages.ndim == 4, "a cache has four dimensions", list(pages.shape))
         fits = pages.shape[1] * pages.shape[3] == rows[0].numel() if tiled else pages.shape[2:] == rows.shape[1:]
-        rule(len(rows) == 0 or fits, f"a {'PA_NZ' if tiled else 'Norm'} cache holds rows of [N, D] = {list(rows.shape[1:])}", list(pages.shape))
+        rule(
+            len(rows) == 0 or fits,
+            f"a {'PA_NZ' if tiled else 'Norm'} cache holds rows of [N, D] = {list(rows.shape[1:])}",
+            list(pages.shape),
+        )
     slot_list = slots.tolist()
     written = [slot for slot in slot_list if slot >= 0] if answer("negative-slot") == "skipped" else slot_list
     count = key_cache.shape[0] * key_cache.shape[2 if tiled else 1]

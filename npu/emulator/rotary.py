@@ -26,7 +26,12 @@ def rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half",
     demand(size % 2 == 0 and size < 896, OPERATOR, "D is even and less than 896", size)
     for name, table in (("r1", r1), ("r2", r2)):
         _check_table(name, table, input, rotary_mode)
-    demand(r1.shape == r2.shape and r1.dtype == r2.dtype, OPERATOR, "r1 and r2 are alike", f"{r1.dtype}{list(r1.shape)}, {r2.dtype}{list(r2.shape)}")
+    demand(
+        r1.shape == r2.shape and r1.dtype == r2.dtype,
+        OPERATOR,
+        "r1 and r2 are alike",
+        f"{r1.dtype}{list(r1.shape)}, {r2.dtype}{list(r2.shape)}",
+    )
     if rotary_mode == "half":
         first, second = input.chunk(2, -1)
         rotated = torch.cat((-second, first), -1)
@@ -43,7 +48,12 @@ def _check_table(name, table, input, mode):
     demand(table.dtype in dtypes, OPERATOR, f"{name} has input's dtype {input.dtype}", table.dtype)
     demand(table.ndim == input.ndim, OPERATOR, f"{name} has input's rank", f"{list(table.shape)} for {list(input.shape)}")
     shape, full = list(table.shape), list(input.shape)
-    demand(shape[-1] == full[-1] and all(n in (1, m) for n, m in zip(shape, full, strict=True)), OPERATOR, f"{name} broadcasts to input", f"{shape} for {full}")
+    demand(
+        shape[-1] == full[-1] and all(n in (1, m) for n, m in zip(shape, full, strict=True)),
+        OPERATOR,
+        f"{name} broadcasts to input",
+        f"{shape} for {full}",
+    )
     leading = shape[:-1], full[:-1]
     if input.ndim == 3:
         allowed = [[full[0], 1]] + ([full[:2]] if mode == "half" else [])
