@@ -1,4 +1,7 @@
-"""What the functions demand of their arguments, said once: errors name the argument, the row and value, and what would work."""
+"""What the functions demand of their arguments, said once, and how they read them.
+
+Errors name the argument, the row and value, and what would work.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def check_batch(batch: Batch, *, tokens: int, block_size: int, num_blocks: int):
         )
     if starts[0] != 0 or starts[-1] != tokens:
         found = f"batch.query_start_loc runs from {starts[0]} to {starts[-1]}"
-        raise ValueError(f"{found}, but q has {tokens} rows; layout is [rows, heads, size]")
+        raise ValueError(f"{found}, but there are {tokens} rows; layout is [rows, heads, size]")
     for row, (length, query_len) in enumerate(zip(lengths, np.diff(starts), strict=True)):
         if not 0 <= query_len <= batch.max_query_len:
             found = f"batch.query_start_loc[{row + 1}]={starts[row + 1]} gives sequence {row} {query_len} queries"
@@ -118,3 +121,15 @@ def shape(array) -> tuple[int, ...]:
 def dtype(array) -> np.dtype:
     """The dtype of a plain array, or of a Bounded array's value."""
     return np.asarray(array.value if isinstance(array, Bounded) else array).dtype
+
+
+def standing(batch: Batch) -> np.ndarray:
+    """The position of every query among its sequence's keys, seq_len - query_len + i; negative for padding."""
+    starts, lengths = np.asarray(batch.query_start_loc), np.asarray(batch.seq_lens)
+    ranges = [np.arange(length - count, length) for count, length in zip(np.diff(starts), lengths, strict=True)]
+    return np.concatenate([np.zeros(0, np.int64), *ranges])
+
+
+def pages_of(cache) -> Pages:
+    """The Pages themselves of a plain or Bounded cache."""
+    return cache.value if isinstance(cache, Bounded) else cache

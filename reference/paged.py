@@ -9,7 +9,7 @@ from jaxtyping import Float, Int32
 
 from fattn.types import Batch, Mask, Pages, Partial, Range, Tokens
 from reference import dense, merge
-from reference._checks import check_batch, check_cache, check_dtypes, check_heads, check_layout, check_rows, check_softcap, shape
+from reference._checks import check_batch, check_cache, check_dtypes, check_heads, check_layout, check_rows, check_softcap, pages_of, shape
 from reference.bounded import FLOAT32, Bounded, Precision, bounded, dtype_name, stored
 
 Array = np.ndarray
@@ -39,14 +39,14 @@ def write(cache: Pages, k: Float[Array, "t hk d"], v: Float[Array, "t hk dv"], s
 
     A Bounded cache, k or v gives a Bounded cache. Raises ValueError for a slot used twice, and for shapes or dtypes that do not fit.
     """
-    pages = plain(cache)
+    pages = pages_of(cache)
     check_cache(pages)
     slots = _check_write(pages, k, v, slots)
     if not any(isinstance(argument, Bounded) for argument in (cache, k, v)):
         return _written(cache, k, v, slots)
-    exact = replace(pages, k=np.zeros(pages.k.shape), v=np.zeros(pages.v.shape))
     k, v = (stored(bounded(rows), array.dtype) for rows, array in ((k, pages.k), (v, pages.v)))
-    bounds = cache.bound if isinstance(cache, Bounded) else exact
+    exact = isinstance(cache, Pages)
+    bounds = replace(cache, k=np.zeros(cache.k.shape), v=np.zeros(cache.v.shape)) if exact else cache.bound
     return Bounded(_written(pages, k.value, v.value, slots), _written(bounds, k.bound, v.bound, slots))
 
 
@@ -82,7 +82,7 @@ def attend(
     dense.attend says the rest. `slopes` adds ALiBi's bias. Without `lse` the Partial's lse is None. Raises ValueError naming field, row
     and value where the batch, the cache and q do not fit together.
     """
-    pages = plain(cache)
+    pages = pages_of(cache)
     _check_attend(q, pages, batch, slopes, softcap)
     result = merge.empty(*shape(q)[:2], pages.v.shape[-1], dtype="float64")
     starts = np.asarray(batch.query_start_loc)
@@ -100,11 +100,6 @@ def attend(
         for whole, piece in zip((*result.value, *result.bound), (*part.value, *part.bound), strict=True):
             whole[rows] = piece
     return result if lse else Bounded(*(Partial(part.out, None) for part in result))
-
-
-def plain(cache: Pages) -> Pages:
-    """The Pages themselves of a plain or Bounded cache."""
-    return cache.value if isinstance(cache, Bounded) else cache
 
 
 def _sequence(cache, blocks, length):

@@ -57,7 +57,7 @@ def yarn(
 
 
 def table(
-    positions: Int32[Array, "t"], frequencies: Float[Array, "f"], *, dtype, precision: Precision = FLOAT32
+    positions: Int32[Array, "t"], frequencies: Float[Array, "rotary_size/2"], *, dtype, precision: Precision = FLOAT32
 ) -> tuple[Bounded, Bounded]:
     """(cos, sin) of position times frequency, each Bounded [t rotary_size/2], in `dtype`.
 
@@ -71,8 +71,14 @@ def table(
     return tuple(cast(Bounded(wave(angle), np.minimum(off, 2.0)), dtype) for wave in (np.cos, np.sin))
 
 
-def half(x: Float[Array, "t h d"], cos: Float[Array, "t r"], sin: Float[Array, "t r"], *, precision: Precision = FLOAT32) -> Bounded:
-    """`x` with its leading 2r dims turned, pairs (i, i + r): Bounded, of x's shape. Other dims pass unchanged.
+def half(
+    x: Float[Array, "t h d"],
+    cos: Float[Array, "t rotary_size/2"],
+    sin: Float[Array, "t rotary_size/2"],
+    *,
+    precision: Precision = FLOAT32,
+) -> Bounded:
+    """`x` with its leading rotary_size dims turned, pairs (i, i + rotary_size/2): Bounded, of x's shape. Other dims pass unchanged.
 
     A plain x comes back rounded to its own dtype; a Bounded one is left unrounded.
     """
@@ -80,9 +86,13 @@ def half(x: Float[Array, "t h d"], cos: Float[Array, "t r"], sin: Float[Array, "
 
 
 def interleaved(
-    x: Float[Array, "t h d"], cos: Float[Array, "t r"], sin: Float[Array, "t r"], *, precision: Precision = FLOAT32
+    x: Float[Array, "t h d"],
+    cos: Float[Array, "t rotary_size/2"],
+    sin: Float[Array, "t rotary_size/2"],
+    *,
+    precision: Precision = FLOAT32,
 ) -> Bounded:
-    """`x` with its leading 2r dims turned, pairs (2i, 2i + 1) in the same layout: Bounded, of x's shape. Other dims pass unchanged.
+    """`x` with its leading rotary_size dims turned, pairs (2i, 2i + 1), same layout: Bounded, of x's shape. Other dims pass unchanged.
 
     A plain x comes back rounded to its own dtype; a Bounded one is left unrounded.
     """

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from fattn.types import Batch, Mask, Pages, StandardConfig
 from reference import merge, paged, rope
-from reference._checks import dtype, shape
+from reference._checks import check_batch, check_cache, dtype, pages_of, shape, standing
 from reference.bounded import FLOAT32, Bounded, Precision, add, bounded, cast, matmul
 
 Array = np.ndarray
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
     bo: Float[Array, "d"] | None = None
     sinks: Float[Array, "h"] | None = None
     slopes: Float[Array, "h"] | None = None
-    frequencies: Float[Array, "f"] | None = None
+    frequencies: Float[Array, "rotary_size/2"] | None = None
 
 
 def prepare(weights: Weights, *, config: Config, precision: Precision = FLOAT32) -> Prepared:
@@ -61,8 +61,8 @@ def prepare(weights: Weights, *, config: Config, precision: Precision = FLOAT32)
 
 
 def attend_and_write(
-    q: Float[Array, "t h dh"],
-    k: Float[Array, "t hk dh"],
+    q: Float[Array, "t h d"],
+    k: Float[Array, "t hk d"],
     v: Float[Array, "t hk dv"],
     cache: Pages,
     batch: Batch,
@@ -81,7 +81,7 @@ def attend_and_write(
     """
     cache = paged.write(cache, k, v, batch.slot_mapping)
     partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None, precision=precision)
-    return merge.finish(partial, sinks, dtype=paged.plain(cache).k.dtype, precision=precision), cache
+    return merge.finish(partial, sinks, dtype=pages_of(cache).k.dtype, precision=precision), cache
 
 
 def forward(
@@ -101,8 +101,12 @@ def forward(
     """
     if shape(x)[1:] != (config.hidden_size,):
         raise ValueError(f"x has shape {list(shape(x))}, config.hidden_size is {config.hidden_size}; layout is [rows, hidden size]")
-    kind, cached = dtype(x), paged.plain(cache).k.dtype
-    projected = _project(bounded(x), weights.wqkv, weights.bqkv, kind, precision)
+    pages, kind = pages_of(cache), dtype(x)
+    check_cache(pages)
+    check_batch(batch, tokens=shape(x)[0], block_size=pages.block_size, num_blocks=pages.k.shape[pages.layout.index("p")])
+    cached, padding = pages.k.dtype, standing(batch)[:, None] < 0
+    x = Bounded(*(np.where(padding, 0, part) for part in bounded(x)))  # padding may hold anything
+    projected = _project(x, weights.wqkv, weights.bqkv, kind, precision)
     heads = (config.heads, config.kv_heads, config.kv_heads)
     q, k, v = (_heads(projected, sum(heads[:i]), count, config.head_size) for i, count in enumerate(heads))
     if config.rotary is not None:

@@ -149,7 +149,7 @@ def test_bad_input_is_named():
     wrong_id[1, 0] = 77
     attends = [
         ((q[:, :3], cache, batch), "3 heads"),
-        ((q[:4], cache, batch), "query_start_loc runs from 0 to 5, but q has 4"),
+        ((q[:4], cache, batch), "query_start_loc runs from 0 to 5, but there are 4"),
         ((q.transpose(1, 0, 2), cache, batch), "layout"),
         ((q[..., :4], cache, batch), "head size 4"),
         ((q.astype(np.float32), cache, batch), "float32"),

@@ -160,6 +160,21 @@ def test_the_dtypes_of_states_and_cache_may_differ():
     assert cache.value.v.dtype == np.float16
 
 
+def test_padding_may_hold_anything_and_changes_nothing():
+    x, w, cfg = hidden((4, 3)), weights(), config()
+    prepared = standard.prepare(w, config=cfg)
+    cache = paged.allocate(8, KV_HEADS, SIZE, SIZE, block_size=BLOCK, layout="pbhd", dtype="float64")
+    batch = batch_of((4, 3), (4, 3), [[5], [2]], block_size=BLOCK)
+    want, written = standard.forward(np.concatenate(x), prepared, cache, batch, config=cfg)
+    cache.k[0], cache.v[4] = np.nan, np.inf
+    padded = batch_of((4, 3, 2, 0), (4, 3, 0, 0), [[5, 6], [2, -1], [], [9]], block_size=BLOCK)
+    got, other = standard.forward(np.concatenate([*x, np.full((2, WIDTH), np.nan)]), prepared, cache, padded, config=cfg)
+    np.testing.assert_array_equal(got.value[:7], want.value)
+    np.testing.assert_array_equal(got.value[7:], [w.bo, w.bo])
+    for pages in (2, 5):
+        np.testing.assert_array_equal(other.value.k[pages], written.value.k[pages])
+
+
 def test_attend_and_write_on_plain_arrays_writes_exact_copies():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((3, h, SIZE)).astype(ml_dtypes.bfloat16) for h in (HEADS, KV_HEADS, KV_HEADS))
