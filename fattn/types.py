@@ -240,6 +240,7 @@ class Host:
     slots: Any  # int64 numpy [t]; padding goes to distinct rows of reserved null blocks, so -1 never reaches an operator
     exact: bool = True  # False: lengths are upper bounds, which operators that need exact lengths refuse
     constants: Mapping[str, Any] = field(default_factory=dict)  # tensors that npu.place made for this step or bucket
+    null_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ class Batch:
     query_labels: Mapping[str, Int32[Array, "t"]] = field(default_factory=dict)
     key_labels: Mapping[str, Int32[Array, "b p*block_size"]] = field(default_factory=dict)
     block_size: int = static(kw_only=True)
-    max_query_len: int = static(kw_only=True)  # an upper bound, bucketed: it is part of what is compiled
+    max_query_len: int = static(kw_only=True)  # an upper bound over sequences that have keys, bucketed: it is compiled in
     host: Host | None = host_only(default=None, kw_only=True)
 
 
