@@ -124,7 +124,7 @@ CHOICES = (
         "BSND or BNSD, sparse_mode 0, explicit mask",
         ("page-tail-arithmetic", "shared-pages"),
     ),
-    Choice("paged.write", "a pbhd cache", "cache_mode Norm, or ATB's operator where the schema has no cache_mode", ("norm-cache",)),
+    Choice("paged.write", "a pbhd cache", "cache_mode Norm, or ATB's operator where the schema has no cache_mode", ()),
     Choice("rope.half", "float16 and bfloat16", "float32 input and tables, cast there and back"),
 )
 

@@ -192,8 +192,8 @@ def _packed(result, batch, form, layout):
     if layout == "TND":
         return result
     if layout == "BNSD":
-        result = result.transpose(1, 2)
-    rows = result.reshape(-1, *result.shape[2:])
+        result = result.transpose(1, 2).contiguous()
+    rows = result.view(-1, *result.shape[2:])
     return rows if form.uniform else rows.index_select(0, batch.host.constants["packed_rows"])
 
 

@@ -1,14 +1,12 @@
-"""What the tests of npu's layer share: batches made by hand, comparison with the oracle, and a count of launches."""
-
-from contextlib import contextmanager
+"""What the tests of npu's layer share: batches made by hand, comparison with the oracle, and a call that allows no traffic."""
 
 import ml_dtypes
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import npu
 import npu.emulator
+import npu.emulator.launches
 from fattn.types import Batch, Host, Pages
 from reference.bounded import Precision
 
@@ -115,18 +113,8 @@ def tree_labels(parents, context):
     return {"enter": enter, "exit": exit}, keys
 
 
-@contextmanager
-def counted_launches():
-    """The names of dispatcher calls that are no views, copies included, in order."""
-    names = []
-
-    class Counter(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            schema = func._schema
-            views = schema.returns and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-            if not views and func not in (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default):
-                names.append(schema.name)
-            return func(*args, **(kwargs or {}))
-
-    with Counter():
-        yield names
+def launched(function, *args, **options):
+    """(result, launches by name) of a call in which the host may not read the device."""
+    with npu.emulator.launches.traffic_forbidden(), npu.emulator.launches.count() as launches:
+        result = function(*args, **options)
+    return result, {name: number for name, number in launches.items() if number}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from layer_cases import FLOATS, assert_within, normal, numpy_of, precision, tree_labels
+from layer_cases import FLOATS, assert_within, launched, normal, numpy_of, precision, tree_labels
 
 import npu
 import reference
@@ -15,7 +15,7 @@ from fattn.types import Partial, Range, Tokens, Unsupported, causal, chunk, full
 
 def check(q, k, v, q_pos, k_pos, bias=None, *, mask, scale=0.125, dtype="float16"):
     """One call of npu.dense.attend against the oracle; returns the result."""
-    found = npu.dense.attend(q, k, v, q_pos, k_pos, bias, mask=mask, scale=scale)
+    found, _ = launched(npu.dense.attend, q, k, v, q_pos, k_pos, bias, mask=mask, scale=scale)
     assert found.out.dtype == FLOATS[dtype] and found.lse.dtype == torch.float32
     arrays = [numpy_of(x) for x in (q, k, v)]
     expected = reference.dense.attend(*arrays, host(q_pos), host(k_pos), numpy_of(bias), mask=mask, scale=scale, precision=precision(dtype))
