@@ -1,113 +1,134 @@
-"""What a batch must be: every error names the field, the row, the value, and what would work."""
+"""What a batch must fulfil, said once. Every error names the field, the row, the value, and what would work."""
 
 from __future__ import annotations
 
+from itertools import chain
+from numbers import Integral
+
 import numpy as np
 
-
-def at_least(name, value, least):
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+INT32_MAX = 2**31 - 1
 
 
-def lengths(query_lens, seq_lens):
-    query_lens, seq_lens = _integers("query_lens", query_lens), _integers("seq_lens", seq_lens)
-    if query_lens.size != seq_lens.size:
-        raise ValueError(f"query_lens has {query_lens.size} sequences, seq_lens has {seq_lens.size}; one entry each per sequence")
-    return query_lens, seq_lens
+def count(name: str, value, *, least: int) -> int:
+    """A static count as a Python int. Raises ValueError where it is no integer or below `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= INT32_MAX:
+        raise ValueError(f"{name} must be an integer from {least} to {INT32_MAX}, got {value!r}")
+    return int(value)
 
 
-def _integers(name, values):
-    values = np.asarray(values)
-    if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
-        raise ValueError(f"{name} must be a list of integers, got {values.dtype}{list(values.shape)}")
-    values = values.astype(np.int64)
-    if values.size and values.min() < 0:
-        row = int(values.argmin())
-        raise ValueError(f"{name}[{row}]={values[row]} must not be negative: lengths are counts of tokens")
-    return values
+def integers(field: str, values, *, rank: int = 1) -> np.ndarray:
+    """The values as an int64 array of `rank` axes. Raises ValueError for anything that is not an int32 number."""
+    array = np.asarray(values)
+    if array.ndim != rank:
+        raise ValueError(f"{field} has shape {list(array.shape)}; {rank} {'axis' if rank == 1 else 'axes'} would work")
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        for index, value in np.ndenumerate(array.astype(object)):
+            if isinstance(value, bool) or not isinstance(value, Integral) or abs(value) > INT32_MAX:
+                raise ValueError(f"{_at(field, index)} = {value!r}: int32 integers would work")
+    elif array.dtype.itemsize > 4 and not (-INT32_MAX <= array.min() and array.max() <= INT32_MAX):
+        index = np.unravel_index(np.argmax(np.abs(array.astype(np.float64))), array.shape)
+        raise ValueError(f"{_at(field, index)} = {array[index]}: int32 integers would work")
+    return array.astype(np.int64)
 
 
-def starts(query_start_loc, tokens):
-    starts = np.asarray(query_start_loc)
-    if starts.ndim != 1 or starts.size < 1 or not np.issubdtype(starts.dtype, np.integer):
-        raise ValueError(f"query_start_loc must hold b + 1 integers, got {starts.dtype}{list(starts.shape)}")
-    if starts[0] != 0:
-        raise ValueError(f"query_start_loc[0]={starts[0]}; it must start at 0")
-    if (falling := np.flatnonzero(np.diff(starts) < 0)).size:
-        row = int(falling[0]) + 1
-        raise ValueError(f"query_start_loc[{row}]={starts[row]} is below query_start_loc[{row - 1}]={starts[row - 1]}")
-    if starts[-1] != tokens:
-        raise ValueError(f"query_start_loc[{starts.size - 1}]={starts[-1]}, but slot_mapping has {tokens} rows; it must end there")
-    return starts
+def lengths(field: str, values) -> np.ndarray:
+    """Counts of tokens, int64. Raises ValueError for a negative one."""
+    array = integers(field, values)
+    if array.size and array.min() < 0:
+        row = int(np.argmax(array < 0))
+        raise ValueError(f"{field}[{row}] = {array[row]}: a length counts tokens, 0 or more would work")
+    return array
 
 
-def table(block_tables, sequences):
-    """Block tables as int32 [b, p]; rows of unequal length are filled with -1."""
-    if len(block_tables) != sequences:
-        raise ValueError(f"block_tables has {len(block_tables)} rows for {sequences} sequences")
-    if not isinstance(block_tables, np.ndarray):
-        width = max(map(len, block_tables), default=0)
-        filled = np.full((sequences, width), -1, np.int64)
-        for row, ids in enumerate(block_tables):
-            ids = np.asarray(ids)
-            if ids.ndim != 1 or not (ids.size == 0 or np.issubdtype(ids.dtype, np.integer)):
-                raise ValueError(f"block_tables[{row}] must be a list of block ids, got {ids.dtype}{list(ids.shape)}")
-            filled[row, : ids.size] = ids
-        block_tables = filled
-    if block_tables.ndim != 2 or not np.issubdtype(block_tables.dtype, np.integer):
-        raise ValueError(f"block_tables must be integers [sequences, blocks], got {block_tables.dtype}{list(block_tables.shape)}")
-    return block_tables.astype(np.int32)
+def tables(field: str, values) -> tuple[np.ndarray, np.ndarray]:
+    """Block tables as one int64 array [b p], padded with -1, and the number of entries of each row."""
+    if getattr(values, "ndim", None) == 2:
+        table = integers(field, values, rank=2)
+        return table, np.full(table.shape[0], table.shape[1])
+    for row, entries in enumerate(values):
+        if not hasattr(entries, "__len__"):
+            raise ValueError(f"{field}[{row}] = {entries!r}: a list of block ids for each sequence would work")
+    widths = np.array([len(entries) for entries in values], np.int64)
+    table = np.full((len(widths), max(1, widths.max(initial=0))), -1, np.int64)
+    flat = np.array(list(chain.from_iterable(values)))
+    if flat.size and flat.dtype.kind not in "iu":
+        for row, entries in enumerate(values):
+            integers(f"{field}[{row}]", entries)
+    table[np.arange(table.shape[1]) < widths[:, None]] = flat
+    return table, widths
 
 
-def followed(table, seq_lens, block_size, num_blocks):
-    """Every table reaches its length, and the entries that it needs are blocks of the cache."""
-    pages = -(-seq_lens // block_size)
-    if (short := np.flatnonzero(pages > table.shape[1])).size:
-        row = int(short[0])
+def pages(query_lens, seq_lens, table, widths, *, block_size: int, num_blocks: int, null_blocks=()) -> np.ndarray:
+    """How many table entries each sequence follows. Raises ValueError where they are too few, out of range, or not the sequence's own.
+
+    Blocks may be shared by sequences that read them (a common prefix), also in the step in which one of them writes them; no block is
+    written by two sequences, or stands twice in the table of the sequence that writes it.
+    """
+    needed = -(-seq_lens // block_size)
+    if (needed > widths).any():
+        row = int(np.argmax(needed > widths))
         raise ValueError(
-            f"seq_lens[{row}]={seq_lens[row]} needs {pages[row]} blocks of {block_size} tokens; block_tables[{row}] has {table.shape[1]}"
+            f"block_table[{row}] has {widths[row]} entries, room for {widths[row] * block_size} tokens, but seq_lens[{row}] = "
+            f"{seq_lens[row]} needs {needed[row]} blocks of {block_size}"
         )
-    wrong = (np.arange(table.shape[1]) < pages[:, None]) & ((table < 0) | (table >= num_blocks))
-    if wrong.any():
-        row, column = (int(i[0]) for i in np.nonzero(wrong))
+    page = np.arange(table.shape[1])
+    followed = page < needed[:, None]
+    bad = followed & ((table < 0) | (table >= num_blocks))
+    if bad.any():
+        row, entry = (int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(f"block_table[{row}, {entry}] = {table[row, entry]}: block ids from 0 to {num_blocks - 1} would work")
+    first = np.maximum(seq_lens - query_lens, 0) // block_size
+    writers, entries = np.nonzero(followed & (page >= first[:, None]) & (query_lens > 0)[:, None])
+    written = table[writers, entries]
+    owner = np.full(num_blocks, -1)
+    owner[written] = writers
+    if (owner[written] != writers).any():
+        at = int(np.argmax(owner[written] != writers))
+        block = written[at]
         raise ValueError(
-            f"block_tables[{row}][{column}]={table[row, column]} is not a block of the cache (0 to {num_blocks - 1}), "
-            f"and seq_lens[{row}]={seq_lens[row]} reaches it"
+            f"block_table[{writers[at]}, {entries[at]}] = {block}: block {block} is written by sequences {writers[at]} and "
+            f"{owner[block]} in one step; a block of its own for each sequence that writes would work"
         )
-
-
-def distinct(slots, sequence):
-    written = np.flatnonzero(slots >= 0)
-    values, first, counts = np.unique(slots[written], return_index=True, return_counts=True)
-    if (twice := np.flatnonzero(counts > 1)).size:
-        slot = values[twice[0]]
-        rows = np.flatnonzero(slots == slot)[:2].tolist()
+    own = followed & (owner[np.where(followed, table, 0)] == np.arange(len(table))[:, None])
+    if own.sum() != len(written):
+        row = int(np.argmax(own.sum(1) > np.bincount(writers, minlength=len(table))))
+        blocks, times = np.unique(table[row][own[row]], return_counts=True)
         raise ValueError(
-            f"slot_mapping: slot {slot} is written by rows {rows[0]} and {rows[1]} (sequences {sequence[rows[0]]}, {sequence[rows[1]]}); "
-            "each token of a step needs a slot of its own"
+            f"block_table[{row}] names block {blocks[np.argmax(times)]} {times.max()} times and writes it, so slots would be written twice; "
+            "distinct blocks would work"
         )
-
-
-def label(field, name, rows, count):
-    rows = np.asarray(rows)
-    if rows.shape != (count,) or not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"{field}[{name!r}] must hold {count} integers, one a token; got {rows.dtype}{list(rows.shape)}")
-    return rows.astype(np.int32)
-
-
-def null_blocks(null_blocks, table, seq_lens, block_size, num_blocks):
-    """The reserved blocks as a tuple: blocks of the cache, each once, that no sequence follows."""
-    null_blocks = tuple(int(block) for block in null_blocks)
     for block in null_blocks:
+        if owner[block] >= 0:
+            raise ValueError(f"block_table[{owner[block]}] writes block {block}, which null_blocks reserves for padding")
+    return needed
+
+
+def null_rows(null_blocks, *, block_size: int, num_blocks: int) -> np.ndarray:
+    """The cache rows of the blocks that are reserved for padding, int64."""
+    blocks = integers("null_blocks", tuple(null_blocks))
+    for row, block in enumerate(blocks):
         if not 0 <= block < num_blocks:
-            raise ValueError(f"null_blocks={null_blocks}: {block} is not a block of the cache (0 to {num_blocks - 1})")
-    if len(set(null_blocks)) != len(null_blocks):
-        raise ValueError(f"null_blocks={null_blocks} names a block twice")
-    if null_blocks:
-        reached = np.arange(table.shape[1]) < -(-seq_lens // block_size)[:, None]
-        used = reached & np.isin(table, null_blocks)
-        if used.any():
-            row, column = (int(i[0]) for i in np.nonzero(used))
-            raise ValueError(f"block_tables[{row}][{column}]={table[row, column]} is one of null_blocks={null_blocks}, which are reserved")
-    return null_blocks
+            raise ValueError(f"null_blocks[{row}] = {block}: block ids from 0 to {num_blocks - 1} would work")
+    if len(np.unique(blocks)) != len(blocks):
+        raise ValueError(f"null_blocks = {blocks.tolist()} names a block twice; distinct blocks would work")
+    return (blocks[:, None] * block_size + np.arange(block_size)).ravel()
+
+
+def same_slot_twice(slots: np.ndarray):
+    """Raises ValueError where two tokens would be written to one slot."""
+    kept = np.flatnonzero(slots >= 0)
+    order = kept[np.argsort(slots[kept], kind="stable")]
+    twice = slots[order[1:]] == slots[order[:-1]]
+    if twice.any():
+        at = int(np.argmax(twice))
+        raise ValueError(
+            f"slot_mapping[{order[at]}] and slot_mapping[{order[at + 1]}] are both {slots[order[at]]}: one slot for each token, or -1 for "
+            "a token that is not written, would work"
+        )
+
+
+def _at(field, index):
+    return f"{field}[{', '.join(str(int(i)) for i in index)}]"

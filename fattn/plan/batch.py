@@ -1,4 +1,4 @@
-"""Builds, validates, pads and buckets a Batch: lengths and block tables of one step of an engine."""
+"""Builds, validates, pads and buckets a Batch: one step of an engine. Host side, NumPy only."""
 
 from __future__ import annotations
 
@@ -9,107 +9,108 @@ import numpy as np
 from jaxtyping import Int32
 
 from fattn.plan import _checks
-from fattn.plan.tree import tree_labels
-from fattn.types import Batch, Host
-
-INT32_MAX = 2**31 - 1
+from fattn.plan._checks import INT32_MAX
+from fattn.types import Array, Batch, Host
 
 
 def build(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
-    block_tables,
+    block_tables: Sequence[Sequence[int]],
     *,
     block_size: int,
     num_blocks: int,
-    query_labels: Mapping[str, Int32[np.ndarray, "t"]] | None = None,
-    key_labels: Mapping[str, Sequence] | None = None,
+    query_labels: Mapping[str, Sequence[int]] | None = None,
+    key_labels: Mapping[str, Sequence[Sequence[int]]] | None = None,
     parents: Sequence[Sequence[int] | None] | None = None,
     null_blocks: Sequence[int] = (),
     exact: bool = True,
 ) -> Batch:
-    """A validated Batch of sequences packed end to end. Lengths are counts of tokens; `seq_lens` includes this step's.
+    """The batch of `b` sequences, of which sequence i brings query_lens[i] tokens and has seq_lens[i] keys, these tokens included.
 
-    `block_tables` holds for each sequence at least ceil(seq_len / block_size) block ids below `num_blocks`; further entries are never
-    followed. The token at position p goes to slot table[p // block_size] * block_size + p % block_size. `key_labels` holds for each
-    sequence one label per key. `parents` makes a draft tree of a sequence's queries: the index of each query's parent among them, -1 for
-    the context; it sets the labels "enter" and "exit" for `tree("enter", "exit")` and rotary positions of context + depth.
-    `null_blocks` are reserved: padding that must not reach a live slot is written there by `npu`.
-    Raises ValueError naming the field, the row and the value, for anything that does not fit together.
+    `block_tables` holds a list of block ids for each sequence, or is an integer array [b p]; entries at or beyond
+    ceil(seq_len / block_size) are never followed. A token at position p goes to slot table[p // block_size] * block_size + p % block_size.
+    Where a query_len exceeds its seq_len, the first tokens stand at negative positions: they see nothing and are not written.
+    `query_labels` are [t] for each name; `key_labels` one [seq_len] list for each sequence, or [b, p * block_size].
+    `parents` makes a tree of the tokens of a sequence (see `tree_labels`; None: a chain): labels "enter" and "exit", and rotary positions
+    context + depth. `null_blocks` are reserved for padding: `host.slots` sends tokens that are not written to distinct rows of them.
+    `exact=False` says that the lengths are upper bounds. Raises ValueError that names the field, the row and the value.
     """
-    _checks.at_least("block_size", block_size, 1)
-    _checks.at_least("num_blocks", num_blocks, 0)
-    query_lens, seq_lens = _checks.lengths(query_lens, seq_lens)
-    table = _checks.table(block_tables, query_lens.size)
-    _checks.followed(table, seq_lens, block_size, num_blocks)
-    sequence, index = packed(query_lens)
-    positions = (seq_lens - query_lens)[sequence] + index
-    slots = _slots(table, sequence, positions, block_size)
-    _checks.distinct(slots, sequence)
-    query_labels = {name: _checks.label("query_labels", name, rows, index.size) for name, rows in (query_labels or {}).items()}
-    key_labels = {name: _key_label(name, rows, seq_lens, table.shape[1] * block_size) for name, rows in (key_labels or {}).items()}
-    rotary = positions
+    block_size, num_blocks = _sizes(block_size, num_blocks)
+    queries, keys = _checks.lengths("query_lens", query_lens), _checks.lengths("seq_lens", seq_lens)
+    table, widths = _checks.tables("block_table", block_tables)
+    if not len(queries) == len(keys) == len(table):
+        raise ValueError(
+            f"query_lens has {len(queries)} sequences, seq_lens {len(keys)}, block_tables {len(table)}; one entry of each for each "
+            "sequence would work"
+        )
+    rows = _checks.null_rows(null_blocks, block_size=block_size, num_blocks=num_blocks)
+    needed = _checks.pages(
+        queries, keys, table, widths, block_size=block_size, num_blocks=num_blocks, null_blocks=(rows[::block_size] // block_size).tolist()
+    )
+    table = np.where(np.arange(table.shape[1]) < needed[:, None], table, -1)
+    starts = np.zeros(len(queries) + 1, np.int64)
+    np.cumsum(queries, out=starts[1:])
+    tokens = int(starts[-1])
+    if tokens > INT32_MAX:
+        raise ValueError(f"query_lens sum to {tokens} tokens; up to {INT32_MAX} would work")
+    # the query that stands at position 0 may lie before the sequence's first row, or after it
+    standing = np.arange(tokens) + np.repeat(keys - queries - starts[:-1], queries)
+    slots = _slots(table, queries, standing, block_size)
+    positions = standing
+    query_labels, key_labels = dict(query_labels or {}), dict(key_labels or {})
     if parents is not None:
-        rotary = _add_tree(parents, query_lens, seq_lens, positions, query_labels, key_labels, table.shape[1] * block_size)
-    null_blocks = _checks.null_blocks(null_blocks, table, seq_lens, block_size, num_blocks)
-    host = Host(
-        tuple(query_lens.tolist()),
-        tuple(seq_lens.tolist()),
-        _padding_to_null(slots, null_blocks, block_size),
-        exact=exact,
-        null_blocks=null_blocks,
-    )
+        positions = _add_tree(query_labels, key_labels, parents, queries, keys, starts, standing, table.shape[1] * block_size)
     return Batch(
-        _starts(query_lens),
-        seq_lens.astype(np.int32),
-        table,
+        starts.astype(np.int32),
+        keys.astype(np.int32),
+        table.astype(np.int32),
         slots.astype(np.int32),
-        rotary.astype(np.int32),
-        query_labels,
-        key_labels,
+        positions.astype(np.int32),
+        {name: _query_label(name, values, tokens) for name, values in query_labels.items()},
+        {name: _key_label(name, values, keys, table.shape[1] * block_size) for name, values in key_labels.items()},
         block_size=block_size,
-        max_query_len=power_of_two(int(query_lens.max(initial=1))),
-        host=host,
+        max_query_len=int(queries.max(initial=1)),
+        host=Host(tuple(queries.tolist()), tuple(keys.tolist()), _to_null_rows(slots, rows), exact),
     )
 
 
-def pad(batch: Batch, *, tokens: int, sequences: int, pages: int) -> Batch:
-    """The batch with `tokens` rows, `sequences` sequences and block tables of `pages` entries, so that it shares a compilation.
+def pad(batch: Batch, *, tokens: int, sequences: int, pages: int, null_blocks: Sequence[int] = ()) -> Batch:
+    """The batch with `tokens` tokens, `sequences` sequences and `pages` table entries a sequence, of which the surplus is padding.
 
-    Padding has seq_len 0, so its positions are negative and it sees nothing: one query per added sequence where every sequence has one
-    query and tokens == sequences (decode), else one sequence that holds all added tokens. Raises ValueError where a size is too small, or
-    where the null blocks have too few rows for the added tokens.
+    Padding tokens belong to sequences of seq_len 0, so they stand at negative positions: one such sequence holds them all, or, in a decode
+    batch (no sequence has two queries), each holds one. Further surplus sequences are empty. Lengths still end at T.
+    `null_blocks` as in `build`. Raises ValueError for a size that is too small.
     """
-    host, (b, p), t = batch.host, batch.block_table.shape, batch.slot_mapping.size
-    for name, size, least in (("tokens", tokens, t), ("sequences", sequences, b), ("pages", pages, p)):
-        _checks.at_least(name, size, least)
-    more, rows = sequences - b, tokens - t
-    if t == b and tokens == sequences and all(n == 1 for n in host.query_lens):
-        added = (1,) * more
-    elif rows and not more:
-        raise ValueError(f"sequences={sequences} leaves none for {rows} padding tokens; sequences={b + 1} would work")
-    else:
-        added = (rows,) * min(more, 1) + (0,) * (more - 1)
-    query_lens, seq_lens = host.query_lens + added, host.seq_lens + (0,) * more
-    positions = np.concatenate([np.arange(-n, 0, dtype=np.int32) for n in added] or [np.zeros(0, np.int32)])
-    slots = np.pad(batch.slot_mapping, (0, rows), constant_values=-1)
-    widths = (0, more), (0, (pages - p) * batch.block_size)
-    return Batch(
-        _starts(np.asarray(query_lens, np.int64)),
-        np.asarray(seq_lens, np.int32),
-        np.pad(batch.block_table, ((0, more), (0, pages - p)), constant_values=-1),
-        slots,
-        np.concatenate([batch.positions, positions]),
-        {name: np.pad(label, (0, rows)) for name, label in batch.query_labels.items()},
-        {name: np.pad(label, widths) for name, label in batch.key_labels.items()},
-        block_size=batch.block_size,
-        max_query_len=batch.max_query_len,
-        host=replace(
-            host,
-            query_lens=query_lens,
-            seq_lens=seq_lens,
-            slots=_padding_to_null(slots.astype(np.int64), host.null_blocks, batch.block_size),
-        ),
+    starts, table, slots = (np.asarray(a) for a in (batch.query_start_loc, batch.block_table, batch.slot_mapping))
+    surplus, spare = tokens - len(slots), sequences - len(table)
+    one_each = batch.max_query_len <= 1
+    for name, size, least in (("tokens", tokens, len(slots)), ("sequences", sequences, len(table)), ("pages", pages, table.shape[1])):
+        if _checks.count(name, size, least=0) < least:
+            raise ValueError(f"{name} = {size}: the batch has {least} already; {least} or more would work")
+    holders = surplus if one_each else min(surplus, 1)
+    if spare < holders:
+        raise ValueError(
+            f"sequences = {sequences}: {surplus} padding tokens need {holders} sequences of seq_len 0 beside the batch's {len(table)}; "
+            f"{len(table) + holders} or more would work"
+        )
+    if surplus == spare == pages - table.shape[1] == 0:
+        return batch
+    added = np.zeros(spare, np.int64)
+    added[:holders] = 1 if one_each else surplus
+    standing = np.full(surplus, -1) if one_each else np.arange(-surplus, 0)
+    slots = _extended(slots, surplus, -1)
+    return replace(
+        batch,
+        query_start_loc=np.concatenate([starts, starts[-1] + np.cumsum(added)]).astype(np.int32),
+        seq_lens=_extended(batch.seq_lens, spare, 0),
+        block_table=_grown(table, sequences, pages, -1),
+        slot_mapping=slots,
+        positions=np.concatenate([np.asarray(batch.positions), standing]).astype(np.int32),
+        query_labels={name: _extended(label, surplus, 0) for name, label in batch.query_labels.items()},
+        key_labels={name: _grown(np.asarray(label), sequences, pages * batch.block_size, 0) for name, label in batch.key_labels.items()},
+        max_query_len=max(batch.max_query_len, int(added.max(initial=0))),
+        host=_padded_host(batch, added, slots, null_blocks),
     )
 
 
@@ -119,136 +120,223 @@ def bucket(
     tokens: Sequence[int] | None = None,
     sequences: Sequence[int] | None = None,
     pages: Sequence[int] | None = None,
+    null_blocks: Sequence[int] = (),
 ) -> Batch:
-    """The batch padded to the smallest sizes on offer, powers of two by default: one compilation a bucket, not one a step.
+    """The batch padded to the smallest bucket that holds it, so that a compilation serves a bucket and not a step.
 
-    Raises ValueError where the largest size on offer is too small.
+    `tokens`, `sequences` and `pages` list the sizes to choose from; None means the powers of two. `max_query_len` goes up to a power of
+    two, and never beyond the number of tokens. `null_blocks` as in `build`. Raises ValueError where no bucket is large enough.
     """
-    b, p = batch.block_table.shape
-    t = batch.slot_mapping.size
-    decode = t == b and all(n == 1 for n in batch.host.query_lens)
-    many_tokens = _smallest("tokens", tokens, t)
-    many = many_tokens if decode else _smallest("sequences", sequences, b + (many_tokens > t))
-    return pad(batch, tokens=many_tokens, sequences=many, pages=_smallest("pages", pages, p))
+    count, rows = len(np.asarray(batch.slot_mapping)), len(np.asarray(batch.seq_lens))
+    size = _bucket("tokens", count, tokens)
+    holders = size - count if batch.max_query_len <= 1 else min(size - count, 1)
+    padded = pad(
+        batch,
+        tokens=size,
+        sequences=_bucket("sequences", rows + holders, sequences),
+        pages=_bucket("pages", np.asarray(batch.block_table).shape[1], pages),
+        null_blocks=null_blocks,
+    )
+    return replace(padded, max_query_len=_bucket("max_query_len", padded.max_query_len, None))
 
 
 def check(batch: Batch, *, num_blocks: int) -> None:
-    """Raises ValueError, naming the field, the row and the value, unless a Batch made by hand or by an engine fits together.
+    """Raises ValueError that names the field, the row and the value where a batch, built here or by hand, does not hold together.
 
-    Rows end where `query_start_loc` does, tables reach their lengths, block ids lie below `num_blocks`, and every slot that is written is
-    the one that the block table gives that position, once.
+    Reads every array on the host. A slot is below 0 or where the block table will look for its token; padding sequences have seq_len 0.
     """
-    starts = _checks.starts(batch.query_start_loc, np.asarray(batch.slot_mapping).size)
-    query_lens, seq_lens = _checks.lengths(np.diff(starts), batch.seq_lens)
-    table = _checks.table(batch.block_table, query_lens.size)
-    _checks.followed(table, seq_lens, batch.block_size, num_blocks)
-    sequence, index = packed(query_lens)
-    slots = np.asarray(batch.slot_mapping)
-    _checks.distinct(slots, sequence)
-    expected = _slots(table, sequence, (seq_lens - query_lens)[sequence] + index, batch.block_size)
-    if (wrong := np.flatnonzero((slots >= 0) & (slots != expected))).size:
-        row = int(wrong[0])
+    block_size, num_blocks = _sizes(batch.block_size, num_blocks)
+    starts = _checks.integers("query_start_loc", batch.query_start_loc)
+    keys = _checks.lengths("seq_lens", batch.seq_lens)
+    table, widths = _checks.tables("block_table", np.asarray(batch.block_table))
+    slots = _checks.integers("slot_mapping", batch.slot_mapping)
+    positions = _checks.integers("positions", batch.positions)
+    if not len(starts) - 1 == len(keys) == len(table):
         raise ValueError(
-            f"slot_mapping[{row}]={slots[row]}, but block_table and block_size={batch.block_size} give that token "
-            f"{'no slot' if expected[row] < 0 else f'slot {expected[row]}'}"
+            f"query_start_loc has {len(starts)} entries, seq_lens {len(keys)}, block_table {len(table)} rows; b + 1, b and b would work"
         )
-    for name, rows in batch.query_labels.items():
-        _checks.label("query_labels", name, rows, slots.size)
-    for name, rows in batch.key_labels.items():
-        if np.shape(rows) != (shape := (table.shape[0], table.shape[1] * batch.block_size)):
-            raise ValueError(f"key_labels[{name!r}] has shape {list(np.shape(rows))}, but sequences x table rows are {list(shape)}")
+    queries = np.diff(starts)
+    if starts[0] != 0 or (queries < 0).any():
+        row = 0 if starts[0] != 0 else int(np.argmax(queries < 0)) + 1
+        raise ValueError(f"query_start_loc[{row}] = {starts[row]}: it starts at 0 and never falls")
+    for field, array in (("slot_mapping", slots), ("positions", positions)):
+        if len(array) != starts[-1]:
+            raise ValueError(f"query_start_loc[{len(keys)}] = {starts[-1]}, but {field} has {len(array)} tokens; lengths end at T")
+    if queries.max(initial=0) > _checks.count("max_query_len", batch.max_query_len, least=0):
+        row = int(np.argmax(queries))
+        raise ValueError(f"max_query_len = {batch.max_query_len}, but sequence {row} has {queries[row]} queries; an upper bound would work")
+    _checks.pages(queries, keys, table, widths, block_size=block_size, num_blocks=num_blocks)
+    _checks.same_slot_twice(slots)
+    standing = np.arange(len(slots)) + np.repeat(keys - queries - starts[:-1], queries)
+    wrong = (slots >= 0) & (slots != _slots(table, queries, standing, block_size))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(
+            f"slot_mapping[{row}] = {slots[row]}: the block table looks for this token in slot "
+            f"{_slots(table, queries, standing, block_size)[row]}; that, or -1, would work"
+        )
+    for name, label in batch.query_labels.items():
+        _query_label(name, label, len(slots))
+    for name, label in batch.key_labels.items():
+        _key_label(name, np.asarray(label), keys, table.shape[1] * block_size)
+    _check_host(batch.host, queries, keys, slots)
 
 
-def packed(query_lens) -> tuple[np.ndarray, np.ndarray]:
-    """The sequence of every packed row, and its index among that sequence's queries."""
-    sequence = np.repeat(np.arange(query_lens.size), query_lens)
-    return sequence, np.arange(sequence.size) - (np.cumsum(query_lens) - query_lens)[sequence]
+def tree_labels(parents: Sequence[int]) -> tuple[Int32[Array, "n"], Int32[Array, "n"]]:
+    """Labels (enter, exit) of a forest: j is an ancestor of i, or i itself, iff enter[j] <= enter[i] < exit[j].
+
+    parents[i] is the index of i's parent, below i, or -1 where the parent is the context. Raises ValueError for any other parent.
+    """
+    above = _parents("parents", parents).tolist()
+    sizes = [1] * len(above)
+    for node in range(len(above) - 1, -1, -1):
+        if above[node] >= 0:
+            sizes[above[node]] += sizes[node]
+    enter, free, free_root = [], [], 0
+    for node, parent in enumerate(above):
+        enter.append(free_root if parent < 0 else free[parent])
+        if parent < 0:
+            free_root += sizes[node]
+        else:
+            free[parent] += sizes[node]
+        free.append(enter[node] + 1)
+    enter = np.array(enter, np.int32)
+    return enter, enter + np.array(sizes, np.int32)
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two at or above n, 1 at least."""
-    return 1 << max(n - 1, 0).bit_length()
+def _sizes(block_size, num_blocks):
+    block_size, num_blocks = _checks.count("block_size", block_size, least=1), _checks.count("num_blocks", num_blocks, least=1)
+    if block_size * num_blocks > INT32_MAX:
+        raise ValueError(f"num_blocks = {num_blocks}: blocks of {block_size} give more slots than int32 counts")
+    return block_size, num_blocks
 
 
-def _smallest(name, sizes, least):
+def _slots(table, queries, standing, block_size):
+    rows = np.repeat(np.arange(len(queries)), queries)
+    kept = np.maximum(standing, 0)
+    return np.where(standing < 0, -1, table[rows, np.minimum(kept // block_size, table.shape[1] - 1)] * block_size + kept % block_size)
+
+
+def _to_null_rows(slots, rows):
+    """Slots with the k-th token that is not written sent to the k-th null row; left at -1 where there are no null rows."""
+    slots = slots.astype(np.int64)
+    unwritten = np.flatnonzero(slots < 0)
+    if len(rows) == 0 or len(unwritten) == 0:
+        return slots
+    if len(unwritten) > len(rows):
+        raise ValueError(
+            f"null_blocks has {len(rows)} rows for {len(unwritten)} tokens that are not written; as many rows as such tokens would work"
+        )
+    slots[unwritten] = rows[: len(unwritten)]
+    return slots
+
+
+def _query_label(name, values, tokens):
+    label = _checks.integers(f"query_labels[{name!r}]", values)
+    if len(label) != tokens:
+        raise ValueError(f"query_labels[{name!r}] has {len(label)} values for {tokens} tokens; one for each token would work")
+    return label.astype(np.int32)
+
+
+def _key_label(name, values, keys, width):
+    field = f"key_labels[{name!r}]"
+    if getattr(values, "ndim", None) == 2:
+        label = _checks.integers(field, values, rank=2)
+        if label.shape != (len(keys), width):
+            raise ValueError(f"{field} has shape {list(label.shape)}; [{len(keys)}, {width}], a value for each table row, would work")
+        return label.astype(np.int32)
+    if len(values) != len(keys):
+        raise ValueError(f"{field} has {len(values)} rows for {len(keys)} sequences; one for each sequence would work")
+    label = np.zeros((len(keys), width), np.int32)
+    for row, (own, size) in enumerate(zip(values, keys, strict=True)):
+        own = _checks.integers(f"{field}[{row}]", own)
+        if len(own) != size:
+            raise ValueError(f"{field}[{row}] has {len(own)} values, but seq_lens[{row}] = {size}; one for each key would work")
+        label[row, :size] = own
+    return label
+
+
+def _parents(field, parents):
+    above = _checks.integers(field, parents)
+    bad = (above < -1) | (above >= np.arange(len(above)))
+    if bad.any():
+        node = int(np.argmax(bad))
+        raise ValueError(f"{field}[{node}] = {above[node]}: -1 for the context, or the index of an earlier token, would work")
+    return above
+
+
+def _add_tree(query_labels, key_labels, parents, queries, keys, starts, standing, width):
+    """Puts the labels "enter" and "exit" into both mappings and returns rotary positions, context + depth."""
+    if len(parents) != len(queries):
+        raise ValueError(f"parents has {len(parents)} rows for {len(queries)} sequences; one for each sequence, or None, would work")
+    for name in ("enter", "exit"):
+        if name in query_labels or name in key_labels:
+            raise ValueError(f"parents makes the label {name!r}, which is given too; one of the two would work")
+    # a sequence without a tree is a chain
+    depth = np.arange(len(standing)) - np.repeat(starts[:-1], queries)
+    enter, exit = depth.astype(np.int32), np.repeat(queries, queries).astype(np.int32)
+    for row, above in enumerate(parents):
+        if above is None:
+            continue
+        if len(above) != queries[row]:
+            raise ValueError(f"parents[{row}] has {len(above)} entries, but query_lens[{row}] = {queries[row]}; one a token would work")
+        if queries[row] > keys[row]:
+            raise ValueError(f"parents[{row}]: query_lens[{row}] = {queries[row]} exceeds seq_lens[{row}] = {keys[row]}; a tree is all keys")
+        above = _parents(f"parents[{row}]", above)
+        own = slice(starts[row], starts[row + 1])
+        enter[own], exit[own] = tree_labels(above)
+        for node, parent in enumerate(above.tolist()):
+            depth[starts[row] + node] = 0 if parent < 0 else depth[starts[row] + parent] + 1
+    query_labels.update(enter=enter, exit=exit)
+    rows, kept = np.repeat(np.arange(len(queries)), queries), standing >= 0
+    for name, label, context in (("enter", enter, 0), ("exit", exit, INT32_MAX)):
+        key_labels[name] = np.full((len(queries), width), context, np.int32)
+        key_labels[name][rows[kept], standing[kept]] = label[kept]
+    return np.repeat(keys - queries, queries) + depth
+
+
+def _bucket(name, least, sizes):
     if sizes is None:
-        return power_of_two(least)
-    fitting = [size for size in sizes if size >= least]
+        return 1 << max(0, least - 1).bit_length()
+    fitting = [_checks.count(name, size, least=0) for size in sizes if size >= least]
     if not fitting:
-        raise ValueError(f"{name} buckets {tuple(sizes)} are too small for {least}")
+        raise ValueError(f"{name} = {least} exceeds every bucket of {list(sizes)}; a bucket of {least} or more would work")
     return min(fitting)
 
 
-def _starts(query_lens):
-    starts = np.zeros(query_lens.size + 1, np.int32)
-    np.cumsum(query_lens, out=starts[1:])
-    return starts
+def _extended(array, by, fill):
+    return np.concatenate([np.asarray(array), np.full(by, fill)]).astype(np.int32)
 
 
-def _slots(table, sequence, positions, block_size):
-    if not positions.size or not table.shape[1]:
-        return np.full(positions.size, -1, np.int64)
-    at = np.maximum(positions, 0)
-    blocks = table[sequence, np.minimum(at // block_size, table.shape[1] - 1)].astype(np.int64)
-    return np.where(positions >= 0, blocks * block_size + at % block_size, -1)
+def _grown(array, rows, columns, fill):
+    grown = np.full((rows, columns), fill, np.int32)
+    grown[: array.shape[0], : array.shape[1]] = array
+    return grown
 
 
-def _padding_to_null(slots, null_blocks, block_size):
-    padding = slots < 0
-    count = int(padding.sum())
-    if not count or not null_blocks:
-        return slots
-    rows = (np.asarray(null_blocks, np.int64)[:, None] * block_size + np.arange(block_size)).reshape(-1)
-    if rows.size < count:
-        raise ValueError(
-            f"null_blocks={null_blocks} have {rows.size} rows for {count} padding tokens; "
-            f"reserve {-(-count // block_size)} blocks, or use finer token buckets"
-        )
-    return np.where(padding, rows[np.minimum(np.cumsum(padding) - 1, rows.size - 1)], slots)
+def _padded_host(batch, added, slots, null_blocks):
+    if batch.host is None:
+        return None
+    queries, keys = batch.host.query_lens + tuple(added.tolist()), batch.host.seq_lens + (0,) * len(added)
+    if len(null_blocks) == 0:
+        known = np.asarray(batch.host.slots)
+        return Host(queries, keys, np.concatenate([known, np.full(len(slots) - len(known), -1)]).astype(np.int64), batch.host.exact)
+    rows = _checks.null_rows(null_blocks, block_size=batch.block_size, num_blocks=INT32_MAX // batch.block_size)
+    return Host(queries, keys, _to_null_rows(slots, rows), batch.host.exact)
 
 
-def _key_label(name, rows, seq_lens, width):
-    if len(rows) != seq_lens.size:
-        raise ValueError(f"key_labels[{name!r}] has {len(rows)} rows for {seq_lens.size} sequences")
-    out = np.zeros((seq_lens.size, width), np.int32)
-    for row, (labels, length) in enumerate(zip(rows, seq_lens, strict=True)):
-        labels = np.asarray(labels)
-        if labels.shape not in ((length,), (width,)):
-            raise ValueError(f"key_labels[{name!r}][{row}] has shape {list(labels.shape)}, but the sequence has {length} keys")
-        out[row, : labels.size] = labels
-    return out
-
-
-def _add_tree(parents, query_lens, seq_lens, positions, query_labels, key_labels, width):
-    """Sets the labels of draft trees, and returns rotary positions: those of the context, then one more per generation."""
-    if len(parents) != query_lens.size:
-        raise ValueError(f"parents has {len(parents)} rows for {query_lens.size} sequences; None stands for a plain sequence")
-    for labels in (query_labels, key_labels):
-        if taken := {"enter", "exit"} & labels.keys():
-            raise ValueError(f"label {sorted(taken)[0]!r} is given and also made from parents; rename it")
-    enter, exit, rotary = np.zeros(positions.size, np.int32), np.zeros(positions.size, np.int32), positions.copy()
-    keys_enter, keys_exit = np.zeros((2, query_lens.size, width), np.int32)
-    keys_exit[:] = INT32_MAX
-    start = 0
-    for row, (count, length, tree) in enumerate(zip(query_lens.tolist(), seq_lens.tolist(), parents, strict=True)):
-        tree = range(-1, count - 1) if tree is None else tree
-        if len(tree) != count:
-            raise ValueError(f"parents[{row}] has {len(tree)} entries, but the sequence has {count} queries")
-        if count > length and length:
-            raise ValueError(f"parents[{row}]: {count} queries but seq_lens[{row}]={length}; a tree's queries are all keys too")
-        try:
-            own = slice(start, start + count)
-            enter[own], exit[own] = tree_labels(tree)
-        except ValueError as error:
-            raise ValueError(f"parents[{row}]: {error}") from None
-        if length:
-            context = length - count
-            depth = np.zeros(count, np.int64)
-            for i in np.argsort(enter[own], kind="stable"):  # a parent comes before its children
-                depth[i] = 0 if tree[i] < 0 else depth[tree[i]] + 1
-            rotary[own] = context + depth
-            keys_enter[row, context:length], keys_exit[row, context:length] = enter[own], exit[own]
-        start += count
-    query_labels |= {"enter": enter, "exit": exit}
-    key_labels |= {"enter": keys_enter, "exit": keys_exit}
-    return rotary
+def _check_host(host, queries, keys, slots):
+    if host is None:
+        return
+    for field, own, device in (("query_lens", host.query_lens, queries), ("seq_lens", host.seq_lens, keys)):
+        own = _checks.lengths(f"host.{field}", own)
+        if len(own) != len(device):
+            raise ValueError(f"host.{field} has {len(own)} sequences, the arrays {len(device)}; the same would work")
+        wrong = own != device if host.exact else own < device
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise ValueError(f"host.{field}[{row}] = {own[row]}, but the arrays say {device[row]}")
+    own = _checks.integers("host.slots", host.slots)
+    if len(own) != len(slots) or (own != slots)[slots >= 0].any():
+        raise ValueError("host.slots differs from slot_mapping where slot_mapping writes")
+    _checks.same_slot_twice(own)
