@@ -93,7 +93,26 @@ def split(q, k, v, seen, scale, *, parts, probabilities=np.float32):
     return whole
 
 
+def eager(q, k, v, seen, scale, *, probabilities=np.float32, base2=False):
+    """(out, lse) in float32 with P normalised before it is cast, as eager implementations do; `base2` takes powers of two."""
+    q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
+    keys, values = (np.repeat(x, q.shape[1] // k.shape[1], axis=1).transpose(1, 0, 2) for x in (k, v))
+    power, log = (np.exp2, np.log2) if base2 else (np.exp, np.log)
+    scale = np.float32(scale) * np.float32(np.log2(np.e) if base2 else 1)
+    z = np.where(seen, (q.transpose(1, 0, 2) @ keys.swapaxes(1, 2)) * scale, np.float32(-np.inf))
+    top = z.max(axis=-1, keepdims=True)
+    base = np.where(top > -np.inf, top, np.float32(0))
+    total = power(z - base).sum(axis=-1, keepdims=True, dtype=np.float32)
+    some = total > 0
+    safe = np.where(some, total, np.float32(1))
+    p = (power(z - base) / safe).astype(probabilities).astype(np.float32)
+    lse = np.where(some, base + log(safe), np.float32(-np.inf))[..., 0]
+    return (p @ values).transpose(1, 0, 2), (lse * np.float32(np.log(2) if base2 else 1)).T
+
+
 KERNELS = {
+    "eager": lambda *a, p: eager(*a, probabilities=p),
+    "base 2": lambda *a, p: eager(*a, probabilities=p, base2=True),
     "plain": lambda *a, p: online(*a, block=len(a[1]), probabilities=p),
     "prescaled": lambda *a, p: online(*a, block=len(a[1]), prescale=True, probabilities=p),
     "blockwise": lambda *a, p: online(*a, block=16, probabilities=p),

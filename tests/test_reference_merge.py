@@ -114,6 +114,9 @@ def test_sinks_at_their_ends():
     got = merge.finish(partial, np.array([0.0, -np.inf, np.inf, 1e4]), dtype="float32")
     np.testing.assert_allclose(got.value[0, :, 0], [16 / 17, 1, 0, 0], rtol=1e-12)
     assert got.bound[0, 2, 0] == 0 and got.bound.max() < 1e-5
+    for sink in (80.0, 300.0, 720.0, 1e30, -80.0, -720.0, -1e30):
+        share = merge.finish(partial, np.full(4, sink), dtype="float32")
+        assert (share.value >= 0).all() and (share.value <= 1).all() and np.isfinite(share.bound).all() and (share.bound < 1e-4).all()
 
 
 @pytest.mark.parametrize("dtype", KINDS)
