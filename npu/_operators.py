@@ -7,6 +7,8 @@ import importlib
 
 import torch
 
+from fattn.types import Partial
+
 HOW = (
     "On an Ascend machine install torch_npu and CANN for your torch and pass tensors on the npu device; "
     "anywhere else call npu.emulator.install() first, which runs the same operators on CPU tensors"
@@ -35,6 +37,11 @@ def scatter(device: str):
     if "cache_mode" in {argument.name for argument in write._schema.arguments}:
         return functools.partial(write, cache_mode="Norm")
     return _operator("atb", "_npu_reshape_and_cache", device)
+
+
+def nothing(q: torch.Tensor, value_size: int) -> Partial:
+    """What attention over no keys returns, in the operator's dtypes: out = 0 [t h dv] of q's, lse = -inf [t h] of float32."""
+    return Partial(q.new_zeros((*q.shape[:2], value_size)), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32))
 
 
 def _operator(namespace, name, device):

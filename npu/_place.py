@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fattn.types import And, Batch, Causal, Chunk, Full, Host, Mask, Window, band
-from npu.masks import rule, triangle
-
-
-class Form(NamedTuple):
-    """How a batch goes to the attention operator.
-
-    `queries` is the longest query among sequences that have keys, `uniform` says that all have that length, `explicit` that the mask goes
-    as an array.
-    """
-
-    queries: int
-    uniform: bool
-    explicit: bool
+from fattn.types import Batch, Host, Mask, band
+from npu._forms import batch_form, first_key, reach
+from npu._rules import rule, triangle
 
 
 def place(batch: Batch, device, mask: Mask) -> Batch:
@@ -43,13 +31,13 @@ def place(batch: Batch, device, mask: Mask) -> Batch:
 
     query_labels = {name: put(batch.query_labels[name]) for name in batch.query_labels}
     key_labels = {name: put(batch.key_labels[name]) for name in batch.key_labels}
-    shape = form(host.query_lens, host.seq_lens, mask)
+    shape = batch_form(host.query_lens, host.seq_lens, mask)
     constants = {"mask": mask, "form": shape, "query_ends": tuple(np.cumsum(query_lens).tolist())}
     constants["extremes"] = _extremes(table, slots)
     constants |= _indices(query_lens, shape, put)
-    kv_lens, first = seq_lens, _first_key(mask, seq_lens - 1)
+    kv_lens, first = seq_lens, first_key(mask, seq_lens - 1)
     if shape.queries == 1 and shape.explicit and first is not None:
-        table, kv_lens, hidden = _window(np.maximum(first, 0), _reach(mask), seq_lens, table, batch.block_size)
+        table, kv_lens, hidden = _window(np.maximum(first, 0), reach(mask), seq_lens, table, batch.block_size)
         constants["hidden"] = torch.from_numpy(hidden).to(device, non_blocking=True)
     constants["kv_lens"] = tuple(kv_lens.tolist())
     constants["block_table"] = put(table)
@@ -71,37 +59,6 @@ def place(batch: Batch, device, mask: Mask) -> Batch:
         key_labels=key_labels,
         host=replace(host, constants=constants),
     )
-
-
-def form(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], mask: Mask) -> Form:
-    """How a batch of these lengths goes to the operator under `mask`.
-
-    Several queries: one band goes as a compressed mask, anything else explicitly. One query: the operator ignores bands, and needs none
-    where the query sees all keys; keys before a window are cut off in whole blocks, and an explicit mask hides the rest.
-    """
-    query_lens, seq_lens = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
-    queries = int(query_lens[seq_lens > 0].max(initial=0))
-    uniform = bool((query_lens == queries).all())
-    if queries > 1:
-        return Form(queries, uniform, band(mask) is None)
-    sees_all = _first_key(mask, seq_lens) is not None and _reach(mask) is None
-    return Form(queries, uniform, queries > 0 and not sees_all)
-
-
-def check_reach(batch: Batch, *, num_blocks: int, writes: bool):
-    """Raises ValueError naming field, row and value where a placed batch leads outside a cache of `num_blocks` blocks.
-
-    Looks at the host's copies alone. `writes` asks for a slot of every row, too.
-    """
-    extremes = batch.host.constants["extremes"]
-    for place, value in extremes["block_table"]:
-        if not 0 <= value < num_blocks:
-            raise ValueError(f"batch.block_table{place}={value} is not one of the cache's {num_blocks} blocks")
-    for place, value in extremes["slot_mapping"] if writes else ():
-        if value < 0:
-            raise ValueError(f"batch.slot_mapping{place}={value} must not reach the operator: build the batch with null_blocks for padding")
-        if value >= num_blocks * batch.block_size:
-            raise ValueError(f"batch.slot_mapping{place}={value} is past the cache's {num_blocks} blocks of {batch.block_size} tokens")
 
 
 def _extremes(table, slots):
@@ -137,33 +94,6 @@ def _check(query_lens, seq_lens, table, slots, block_size):
     if (long := np.flatnonzero(seq_lens > table.shape[1] * block_size)).size:
         row = int(long[0])
         raise ValueError(f"batch.seq_lens[{row}]={seq_lens[row]} is longer than {table.shape[1]} blocks of {block_size} tokens")
-
-
-def _first_key(mask, last):
-    """The first key that the query at position `last` of each sequence sees, where that is a matter of position alone; else None."""
-    match mask:
-        case Full() | Causal() | Window(None, _):
-            return np.zeros_like(last)
-        case Window(left, _):
-            return last - left
-        case Chunk(size):
-            return last // size * size
-        case And(first, second):
-            a, b = _first_key(first, last), _first_key(second, last)
-            return None if a is None or b is None else np.maximum(a, b)
-    return None
-
-
-def _reach(mask):
-    """How many keys the last query of a sequence sees at most, where position alone decides; None: all of them."""
-    match mask:
-        case Window(int(left), _):
-            return left + 1
-        case Chunk(size):
-            return size
-        case And(first, second):
-            return min((n for n in (_reach(first), _reach(second)) if n is not None), default=None)
-    return None
 
 
 def _window(first, reach, seq_lens, table, block_size):

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fattn.types import Mask, Partial, Range, band
+from fattn.types import Mask, Partial
 from npu import _operators, limits
-from npu._checks import check_attend, name_of, positions, side
-from npu.masks import INT32_MAX, sparse_mode, triangle, visible_on
-from npu.merge import empty_on
+from npu._checks import check_attend, name_of, positions
+from npu._forms import dense_form
+from npu._rules import INT32_MAX, sparse_mode, triangle, visible_on
 
 
 def attend(
@@ -37,7 +37,7 @@ def attend(
     t, h, d = q.shape
     s, hk, dv = v.shape
     additive = None if bias is None else _bias(bias, q.shape, k.shape)
-    how = form(q_pos, k_pos, mask, biased=bias is not None)
+    how = dense_form(q_pos, k_pos, mask, biased=bias is not None)
     facts = limits.Facts(
         "dense.attend",
         name_of(q.dtype),
@@ -53,7 +53,7 @@ def attend(
     )
     limits.check(facts)
     if t == 0 or s == 0:
-        return empty_on(t, h, dv, dtype=q.dtype, lse_dtype=torch.float32, device=q.device)
+        return _operators.nothing(q, dv)
     hidden = empty = shift = None
     mode, left, right = 0, INT32_MAX, INT32_MAX
     if how == "compressed":
@@ -113,24 +113,6 @@ def alibi_slopes(heads: int) -> Float[Tensor, "h"]:
     n = 1 << (heads.bit_length() - 1)
     exponents = [-8 * i / n for i in range(1, n + 1)] + [-4 * i / n for i in range(1, 2 * (heads - n), 2)]
     return torch.tensor([2.0**e for e in exponents], dtype=torch.float32)
-
-
-def form(q_pos, k_pos, mask: Mask, *, biased: bool) -> str:
-    """How positions and mask go to the operator: "whole" (no mask), "compressed" (sparse modes 3 and 4) or "explicit" (an array).
-
-    Compressed masks are aligned bottom-right, and the operator ignores them for one query.
-    """
-    queries, keys, one = side(q_pos), side(k_pos), band(mask)
-    ranges = isinstance(queries, Range) and isinstance(keys, Range)
-    if biased or not ranges or one is None or queries.start < 0 or keys.start < 0 or not queries.size or not keys.size:
-        return "explicit"
-    first, last = queries.start, queries.start + queries.size - 1
-    first_key, last_key = keys.start, keys.start + keys.size - 1
-    left, right = (INT32_MAX if bound is None else bound for bound in one)
-    if last - left <= first_key and last_key <= first + right:
-        return "whole"
-    every_row_sees = last - left <= last_key and first_key <= first + right
-    return "compressed" if every_row_sees and last == last_key and queries.size > 1 else "explicit"
 
 
 def _laid(rows, packed):

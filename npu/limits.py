@@ -134,7 +134,7 @@ class Facts:
     """A call as limits see it: all of it known on the host before anything is launched.
 
     `queries` is the length of the longest query of a sequence that has keys (dense: all of q), `keys` that of the longest sequence.
-    `explicit` says that the mask goes as an array (`_place.form` and `dense.form` decide), `additive` is the dtype of a bias or of slopes
+    `explicit` says that the mask goes as an array (`_forms` decides), `additive` is the dtype of a bias or of slopes
     as they reach the operator.
     """
 

@@ -11,7 +11,7 @@ from fattn.types import Partial
 
 def empty(tokens: int, heads: int, value_size: int, *, dtype) -> Partial:
     """Attention over no keys, the identity of merge: out = 0 [t h dv], lse = -inf [t h]. On torch's default device."""
-    return empty_on(tokens, heads, value_size, dtype=dtype, lse_dtype=dtype, device=None)
+    return Partial(torch.zeros((tokens, heads, value_size), dtype=dtype), torch.full((tokens, heads), -torch.inf, dtype=dtype))
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -48,12 +48,6 @@ def finish(partial: Partial, sink: Float[Tensor, "h"] | None = None, *, dtype) -
     # 1 / (1 + e^(sink - lse)); a sink of -inf as the least finite number, so that no difference is inf - inf
     share = torch.sigmoid(lse - sink.to(lse.dtype).clamp_min(torch.finfo(lse.dtype).min))
     return (share[..., None] * out).to(dtype)
-
-
-def empty_on(tokens, heads, value_size, *, dtype, lse_dtype, device) -> Partial:
-    """`empty` on a device, with an operator's two dtypes."""
-    out = torch.zeros((tokens, heads, value_size), dtype=dtype, device=device)
-    return Partial(out, torch.full((tokens, heads), -torch.inf, dtype=lse_dtype, device=device))
 
 
 def _cleaned(partial):

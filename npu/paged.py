@@ -8,10 +8,9 @@ from torch import Tensor
 
 from fattn.types import LAYOUTS, Batch, Mask, Pages, Partial
 from npu import _operators, limits
-from npu._checks import cache_sizes, check_heads, check_key_values, check_rows, check_softcap, name_of
-from npu._place import check_reach
-from npu.masks import INT32_MAX, sparse_mode
-from npu.merge import empty_on
+from npu._admit import admit, contiguous
+from npu._checks import cache_sizes, check_key_values, check_rows, name_of
+from npu._rules import INT32_MAX, sparse_mode
 
 
 def allocate(num_blocks: int, kv_heads: int, head_size: int, value_size: int, *, block_size: int, layout: str, dtype) -> Pages:
@@ -59,7 +58,7 @@ def write(cache: Pages, k: Float[Tensor, "t hk d"], v: Float[Tensor, "t hk dv"],
     check_key_values(k, v)
     if tuple(slots.shape) != (k.shape[0],):
         raise ValueError(f"slots has shape {list(slots.shape)} for {k.shape[0]} rows of k")
-    limits.check(limits.Facts("paged.write", name_of(cache.k.dtype), kv_heads=kv_heads, layout=cache.layout, contiguous=_contiguous(cache)))
+    limits.check(limits.Facts("paged.write", name_of(cache.k.dtype), kv_heads=kv_heads, layout=cache.layout, contiguous=contiguous(cache)))
     if k.shape[0]:
         _operators.scatter(k.device.type)(k.contiguous(), v.contiguous(), cache.k, cache.v, slots.contiguous())
     return cache
@@ -95,10 +94,9 @@ def attend(
     Source: the documents of npu_fused_infer_attention_score.
     """
     facts = admit(q, cache, batch, slopes, mask=mask, softcap=softcap)
-    constants, (t, h, _), dv = batch.host.constants, q.shape, cache.v.shape[-1]
-    form = constants["form"]
-    if t == 0 or form.queries == 0:
-        nothing = empty_on(t, h, dv, dtype=q.dtype, lse_dtype=torch.float32, device=q.device)
+    constants, form = batch.host.constants, batch.host.constants["form"]
+    if q.shape[0] == 0 or form.queries == 0:
+        nothing = _operators.nothing(q, cache.v.shape[-1])
         return nothing if lse else Partial(nothing.out, None)
     mode, left, right = sparse_mode(mask) if "compressed" in constants else (0, INT32_MAX, INT32_MAX)
     layout = "TND" if facts.packed else "BSND" if cache.layout == "pbhd" else "BNSD"
@@ -112,7 +110,7 @@ def attend(
         actual_seq_lengths=lens,
         actual_seq_lengths_kv=constants["kv_lens"],
         block_table=constants["block_table"],
-        num_heads=h,
+        num_heads=facts.heads,
         num_key_value_heads=facts.kv_heads,
         scale=scale,
         pre_tokens=left,
@@ -130,51 +128,6 @@ def attend(
         out = out.masked_fill(constants["empty"][..., None], 0)
         sums = sums.masked_fill(constants["empty"], -torch.inf) if lse else None
     return Partial(out, sums)
-
-
-def admit(q, cache: Pages, batch: Batch, slopes, *, mask: Mask, softcap: float | None) -> limits.Facts:
-    """What `attend` checks before it launches anything: raises its ValueError or Unsupported, else describes the call."""
-    num_blocks, kv_heads = cache_sizes(cache)
-    _check(q, cache, batch, slopes, mask, kv_heads, softcap)
-    check_reach(batch, num_blocks=num_blocks, writes=False)
-    constants = batch.host.constants
-    facts = limits.Facts(
-        "paged.attend",
-        name_of(q.dtype),
-        heads=q.shape[1],
-        kv_heads=kv_heads,
-        head_size=q.shape[2],
-        value_size=cache.v.shape[-1],
-        queries=constants["form"].queries,
-        keys=max(constants["kv_lens"], default=0),
-        sequences=len(constants["kv_lens"]),
-        explicit=constants["form"].explicit,
-        additive=None if slopes is None else name_of(q.dtype),
-        softcap=softcap,
-        exact=batch.host.exact,
-        layout=cache.layout,
-        block_size=cache.block_size,
-        contiguous=_contiguous(cache),
-    )
-    limits.check(facts)
-    return facts
-
-
-def _check(q, cache, batch, slopes, mask, kv_heads, softcap):
-    check_rows("q", q)
-    check_heads(q, "cache.k", kv_heads, cache.k.shape[-1], cache.k.dtype)
-    check_softcap(softcap)
-    if slopes is not None and tuple(slopes.shape) != (q.shape[1],):
-        raise ValueError(f"slopes has shape {list(slopes.shape)}, but q has {q.shape[1]} heads")
-    if batch.host is None or "form" not in batch.host.constants:
-        raise ValueError("batch is not on the device yet: npu.place(batch, device, mask) makes what the operators need")
-    if batch.host.constants["mask"] != mask:
-        raise ValueError(f"batch was placed for mask {batch.host.constants['mask']!r}, not {mask!r}: place it once for each mask")
-    if batch.block_size != cache.block_size:
-        raise ValueError(f"batch.block_size={batch.block_size}, but cache.block_size={cache.block_size}")
-    total = sum(batch.host.query_lens)
-    if q.shape[0] != total:
-        raise ValueError(f"q has {q.shape[0]} rows, but the batch's query lengths add up to {total}")
 
 
 def _laid(q, batch, form, layout):
@@ -220,7 +173,3 @@ def _permuted(array, layout, other):
 def _gathered(array, ids, known):
     rows = array.index_select(0, ids).view(*known.shape, *array.shape[1:])
     return rows.masked_fill(~known[..., None, None, None], 0).flatten(1, 2)
-
-
-def _contiguous(cache):
-    return cache.k.is_contiguous() and cache.v.is_contiguous()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fattn.types import Batch, Mask, Pages, StandardConfig
 from npu import paged, rope
+from npu._admit import admit, check_reach
 from npu._checks import cache_sizes, check_key_values, check_rows
-from npu._place import check_reach
 from npu.merge import finish
 
 Config = StandardConfig
@@ -91,7 +91,7 @@ def attend_and_write(
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows, but k has {k.shape[0]}")
     if attend is paged.attend:
-        paged.admit(q, cache, batch, slopes, mask=mask, softcap=softcap)
+        admit(q, cache, batch, slopes, mask=mask, softcap=softcap)
     _check_sinks(sinks, q)
     check_reach(batch, num_blocks=cache_sizes(cache)[0], writes=True)
     cache = paged.write(cache, k, v, batch.slot_mapping)
