@@ -7,6 +7,7 @@ about a device's own arithmetic or speed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -20,28 +21,23 @@ _installed: list[str] = []  # what `provider` says
 
 
 def install(soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = ()) -> str:
-    """Makes `import torch_npu` work and its attention operators run on CPU tensors; prints one line that says what runs; returns `provider()`.
+    """Makes `import torch_npu` work and its attention operators run on CPU tensors; returns `provider()`.
 
-    On a host whose own NPU is available nothing is emulated. Fetches the wheel and compiles the stand-ins for CANN on first use. A second
+    Prints one line that says what runs. On a host whose own NPU is available nothing is emulated. Fetches the wheel and compiles the stand-ins for CANN on first use. A second
     call declares another target or other answers ("assumption id:variant", all others as believed). Raises RuntimeError that names what to
     install where pip, the wheel or gcc is missing, and ValueError for an unknown chip or variant.
     """
     from npu.emulator import assumptions, stubs
+    from npu.emulator.target import chosen
 
+    target = chosen(soc, cann)
     assumptions.choose(variants)
-    if not _installed:
-        if stubs.real_cann() and _device_name():
-            _installed.append(_device_name())
-            print(f"{_installed[0]}: this host's own NPU and torch_npu; nothing is emulated", flush=True)
-            return _installed[0]
-        _import_wheel(with_stubs=not stubs.real_cann())
-        from npu.emulator import kernels
-
-        kernels.register_all()
-        _declare(soc, cann)
-    elif _installed[0].startswith("emulated"):
-        _declare(soc, cann)
-    return _installed[0]
+    if not _installed and stubs.real_cann() and _device_name():
+        _installed.append(_device_name())
+        print(f"{_installed[0]}: this host's own NPU and torch_npu run; nothing is emulated", flush=True)
+    elif not _installed or provider().startswith("emulated"):
+        _emulate(target)
+    return provider()
 
 
 def provider() -> str:
@@ -51,32 +47,34 @@ def provider() -> str:
     return _installed[0]
 
 
-def _declare(soc, cann):
-    import torch_npu
-
-    from npu.emulator import target
-
-    name = f"emulated torch_npu {torch_npu.__version__.split('+')[0]}"
-    chosen = target.declare(soc, cann)
-    line = f"{name} ({chosen.chip}, CANN {chosen.cann}): the wheel's schemas and Meta kernels, CPU kernels from the documents, no NPU"
-    if [name, line] != _installed:
-        print(line, flush=True)
-    _installed[:] = [name, line]
-
-
-def _import_wheel(with_stubs):
+@functools.cache
+def _behind_the_wheel():
+    """Imports the wheel and registers the kernels; once a process."""
     from npu.emulator import stubs, wheel
 
     # `import torch` must not import torch_npu by itself before the stand-ins are loaded
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     folder = wheel.installed() or wheel.fetch(wheel.fitting_version())
-    if with_stubs:
+    if not stubs.real_cann():
         stubs.preload(stubs.build(folder))
     importlib.import_module("torch")
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     importlib.import_module("torch_npu")
     importlib.import_module("torch_npu.op_plugin.atb._atb_ops")  # defines torch.ops.atb
+    importlib.import_module("npu.emulator.kernels").register_all()
+
+
+def _emulate(target):
+    from npu.emulator.target import declare
+
+    _behind_the_wheel()
+    declare(target)
+    name = f"emulated torch_npu {sys.modules['torch_npu'].__version__.split('+')[0]}"
+    line = f"{name} ({target.chip}, CANN {target.cann}): the wheel's schemas and Meta kernels, CPU kernels from the documents, no NPU"
+    if [name, line] != _installed:
+        print(line, flush=True)
+    _installed[:] = [name, line]
 
 
 def _device_name():

@@ -25,26 +25,27 @@ def compute(call: Call) -> tuple[Tensor, Tensor]:
     """
     check(call)
     out, lse = _outputs(call)
-    if out.numel() == 0:
-        return out, lse if call.wants_lse else lse.new_empty(0)
     if answer("padded-query-output") == "junk":
-        junk_(out)
-        junk_(lse)
-    per_sequence = lse.squeeze(-1) if call.packed else lse.squeeze(-1).transpose(1, 2)
-    lses = per_sequence.split(call.query_sizes) if call.packed and sum(call.query_sizes) == len(lse) else _rows(call, per_sequence)
-    sequences = zip(
-        query_side(call, call.query), key_side(call, call.key), key_side(call, call.value), query_side(call, out), lses, strict=True
+        out, lse = junk(out), junk(lse)
+    by_sequence = zip(
+        query_side(call, call.query),
+        key_side(call, call.key),
+        key_side(call, call.value),
+        query_side(call, out),
+        _lse_side(call, lse),
+        strict=True,
     )
-    for sequence, (q, k, v, out_rows, lse_rows) in enumerate(sequences):
+    for sequence, (q, k, v, out_rows, lse_rows) in enumerate(by_sequence):
         if len(q):
             _one(call, sequence, q, k, v, out_rows, lse_rows)
     return out, lse if call.wants_lse else lse.new_empty(0)
 
 
-def junk_(rows: Tensor):
-    """Fills rows with what memory may hold: finite garbage and NaN in turn."""
-    flat = rows.view(-1)
-    flat[0::2], flat[1::2] = 7.25, torch.nan
+def junk(like: Tensor) -> Tensor:
+    """What memory may hold, in the shape and dtype of `like`: finite garbage and NaN in turn."""
+    held = torch.full(like.shape, 7.25, dtype=like.dtype)
+    held.view(-1)[1::2] = torch.nan
+    return held
 
 
 def _outputs(call):
@@ -57,46 +58,41 @@ def _outputs(call):
     return call.query.new_zeros(shape), call.query.new_zeros(rows, dtype=torch.float32)
 
 
-def _rows(call, per_sequence):
+def _lse_side(call, lse):
+    """Views [q, heads] of each sequence's actual rows."""
     if call.packed:
-        return per_sequence[: sum(call.query_sizes)].split(call.query_sizes)
-    return [rows[:size] for rows, size in zip(per_sequence, call.query_sizes, strict=True)]
+        return lse[: sum(call.query_sizes)].squeeze(-1).split(call.query_sizes)
+    return [rows[:size] for rows, size in zip(lse.squeeze(-1).transpose(1, 2), call.query_sizes, strict=True)]
 
 
 def _one(call, sequence, q, k, v, out, lse):
     """Attention of one sequence: q [q h d], k [k hk d] and v [k hk dv] (rows past the length too, where paged), into out and lse [q h]."""
-    keys = call.key_sizes[sequence]
+    keys, group = call.key_sizes[sequence], call.heads // call.key_heads
     empty_lse = _EMPTY_LSE[answer("lse-empty-decode" if call.one_query else "lse-empty-prefill")]
     if keys == 0:
         lse.fill_(empty_lse)
-        if call.key_rows and answer("no-keys-output") == "junk":
-            out.view(-1)[0::2], out.view(-1)[1::2] = 7.25, torch.nan
-        else:
-            out.zero_()
+        # zeros are documented where all keys are empty
+        out.copy_(junk(out) if call.key_rows and answer("no-keys-output") == "junk" else torch.zeros_like(out))
         return
-    tail = k[keys:], v[keys:]
-    k, v = k[:keys], v[:keys]
+    tail, k, v = v[keys:], k[:keys], v[:keys]
     seen = _seen(call, sequence, len(q), keys)
-    hidden_rows = ~seen.any(-1)
     if answer("masked-keys-arithmetic") == "skipped":
         v = v.masked_fill(~seen.any(0)[:, None, None], 0)
     bias = None if call.bias is None else call.bias[min(sequence, len(call.bias) - 1), :, : len(q), :keys]
     result, log_sum = _softmax(call, q, k, v, seen, bias, chunks(len(q), keys, call.heads))
-    if len(tail[0]) and answer("page-tail-arithmetic") == "multiplied":
-        result = result + (0 * tail[1].float()).sum(0).repeat_interleave(call.heads // call.key_heads, 0)
+    if answer("page-tail-arithmetic") == "multiplied":
+        result = result + (0 * tail.float()).sum(0).repeat_interleave(group, 0)
     out.copy_(result)
     lse.copy_(log_sum)
-    lse[hidden_rows] = empty_lse
+    hidden = ~seen.any(-1)
+    lse[hidden] = empty_lse
     corrects = call.precise >= 2 or (call.mode == 3 and len(q) > keys and not call.one_query)
-    if hidden_rows.any():
-        if corrects:
-            out[hidden_rows] = 0
-        elif answer("empty-row-output") == "junk":
-            spoiled = torch.full_like(out[hidden_rows], 7.25)
-            spoiled[..., 1::2] = torch.nan
-            out[hidden_rows] = spoiled
-        else:
-            out[hidden_rows] = v.float().mean(0).repeat_interleave(call.heads // call.key_heads, 0).to(out.dtype)
+    if corrects:
+        out[hidden] = 0
+    elif answer("empty-row-output") == "junk":
+        out[hidden] = junk(out[hidden])
+    else:
+        out[hidden] = v.float().mean(0).repeat_interleave(group, 0).to(out.dtype)
 
 
 def chunks(queries: int, keys: int, heads: int) -> list[tuple[int, int]]:

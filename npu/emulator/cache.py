@@ -24,8 +24,11 @@ def scatter(
     seq_lens=None,
     cache_mode="PA_NZ",
 ) -> None:
-    """Row t of key [T N D] goes to slot_mapping[t] of key_cache, in place: [pages, page size, N, D] where cache_mode is Norm or None,
-    [pages, N D / last, page size, last] where it is PA_NZ; value likewise. Raises RuntimeError where a documented limit is broken."""
+    """Row t of key [T N D] goes to slot slot_mapping[t] of key_cache, in place; value likewise.
+
+    A cache is [pages, page size, N, D] where cache_mode is Norm or None, and [pages, N D / last, page size, last] where it is PA_NZ.
+    Raises RuntimeError where a documented limit is broken.
+    """
     demand(
         compress_lens is None and compress_seq_offsets is None and seq_lens is None, SCATTER, "compressed caches are not emulated", "given"
     )
@@ -43,7 +46,10 @@ def scatter_functional(key, value, key_cache, value_cache, slot_mapping, **optio
 
 
 def reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_indices: Tensor) -> None:
-    """Row t of key [T N D] goes to row slot_indices[t] of key_cache [pages, page size, N, D], in place; value likewise. Raises as `scatter`."""
+    """Row t of key [T N D] goes to row slot_indices[t] of key_cache [pages, page size, N, D], in place; value likewise.
+
+    Raises RuntimeError where a documented limit is broken.
+    """
     demand(slot_indices.dtype == torch.int32, RESHAPE, "slot_indices is int32", slot_indices.dtype)
     demand(key.dtype in (torch.float16, torch.bfloat16, torch.int8), RESHAPE, "key is float16, bfloat16 or int8", key.dtype)
     _check(RESHAPE, key, value, key_cache, value_cache, slot_indices, tiled=False)

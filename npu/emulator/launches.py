@@ -1,4 +1,4 @@
-"""What a piece of code asks of the device: how many launches, and whether it makes the host wait for the device or the device for the host."""
+"""What a piece of code asks of the device: how many launches, and whether host and device wait for each other."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ def count() -> Iterator[Counter]:
 
 @contextlib.contextmanager
 def traffic_forbidden() -> Iterator[None]:
-    """Within the block raises RuntimeError on hidden traffic between host and device: values read back (`item`, `tolist`, `nonzero`, a boolean
-    index, `equal`), copies between devices, and operators on tensors of several devices. What an emulated operator does inside is its own."""
+    """Within the block raises RuntimeError on hidden traffic between host and device.
+
+    That is: values read back (`item`, `tolist`, `nonzero`, a boolean index, `equal`), copies between devices, and operators on tensors of
+    several devices. What an emulated operator does inside is its own.
+    """
     with _NoReading(), _NoTraffic():
         yield
 

@@ -9,9 +9,8 @@ PARAMETER_INVALID = 161002
 
 def refuse(operator: str, rule: str, value):
     """Raises RuntimeError in the form of an operator's own error, naming the documented rule and the value that breaks it."""
-    raise RuntimeError(
-        f"call {operator} failed, error code is {PARAMETER_INVALID} (emulated {target().chip}, CANN {target().cann}). [Rule] {rule}. [Got] {value}"
-    )
+    where = f"emulated {target().chip}, CANN {target().cann}"
+    raise RuntimeError(f"call {operator} failed, error code is {PARAMETER_INVALID} ({where}). [Rule] {rule}. [Got] {value}")
 
 
 def demand(holds: bool, operator: str, rule: str, value):

@@ -1,4 +1,4 @@
-"""The schemas of the operators that `npu` calls, in three releases of torch_npu, kept as JSON beside this file: calls are checked against each.
+"""The schemas of the operators that `npu` calls, in three releases of torch_npu, kept as JSON: calls are checked against each.
 
 `python -m npu.emulator.schemas WHEEL...` writes the files anew from downloaded wheels, without importing them.
 """

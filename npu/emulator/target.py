@@ -15,8 +15,9 @@ class Target:
     cann: str
 
 
-_CHIPS = {"a2": ("Ascend910B", 220), "a3": ("Ascend910_93", 250)}
-_declared = [Target("a2", *_CHIPS["a2"], cann="9.1.0")]
+# What the documents call A2 and A3: the chip, and its number in the wheel's own code.
+CHIPS = {"a2": ("Ascend910B", 220), "a3": ("Ascend910_93", 250)}
+_declared = [Target("a2", *CHIPS["a2"], cann="9.1.0")]
 
 
 def target() -> Target:
@@ -24,15 +25,18 @@ def target() -> Target:
     return _declared[0]
 
 
-def declare(soc: str, cann: str) -> Target:
-    """Makes the emulator and the wheel's Meta kernels see this chip and CANN release. Raises ValueError for an unknown chip."""
-    if soc not in _CHIPS:
-        raise ValueError(f"soc is {soc!r}; the emulator knows the limits of {', '.join(map(repr, _CHIPS))}")
+def chosen(soc: str, cann: str) -> Target:
+    """The target of a chip's short name. Raises ValueError for a chip whose limits are not known."""
+    if soc not in CHIPS:
+        raise ValueError(f"soc is {soc!r}; the emulator knows the limits of {', '.join(map(repr, CHIPS))}")
+    return Target(soc, *CHIPS[soc], cann=cann)
+
+
+def declare(target: Target):
+    """Makes the emulator and the wheel's Meta kernels see this chip and CANN release."""
     import torch_npu.op_plugin.meta._meta_registrations as meta
 
-    chosen = Target(soc, *_CHIPS[soc], cann=cann)
     # With no device these two raise, and some Meta kernels ask them.
-    meta.get_soc_version = lambda: chosen.number
-    meta.get_cann_version = lambda module="CANN": chosen.cann
-    _declared[0] = chosen
-    return chosen
+    meta.get_soc_version = lambda: target.number
+    meta.get_cann_version = lambda module="CANN": target.cann
+    _declared[0] = target

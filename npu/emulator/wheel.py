@@ -75,10 +75,10 @@ def _download(version, scratch):
         raise RuntimeError(f"fetching torch_npu {version} needs pip, which {sys.executable} lacks. Install it: python -m ensurepip")
     print(f"fetching torch_npu {version} into {cache_folder()}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
-    # pip's progress goes where progress belongs, and standard output stays the caller's
-    ended = subprocess.run([*command, "--dest", scratch, f"torch_npu=={version}"], stdout=sys.stderr)
+    # pip's progress goes to standard error, and standard output stays the caller's
+    ended = subprocess.run([*command, "--dest", scratch, f"torch_npu=={version}"], stdout=2)
     if ended.returncode:
         raise RuntimeError(
-            f"pip could not download torch_npu=={version} for Python {sys.version_info.major}.{sys.version_info.minor} (its message is above). "
+            f"pip could not download torch_npu=={version} for this Python ({sys.version.split()[0]}); its message is above. "
             "Check the network and the package index, or install a torch that torch_npu supports: python -m pip install torch==2.13.0"
         )

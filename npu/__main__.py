@@ -1,0 +1,117 @@
+"""The command line of `npu`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+console = Console()
+_RUNS = ("emulated", "found")
+
+
+@app.callback()
+def main():
+    """torch_npu here: what runs, and on what evidence."""
+
+
+@app.command()
+def doctor(
+    soc: Annotated[Literal["a2", "a3"], typer.Option(help="The chip that an emulation declares.")] = "a2",
+    cann: Annotated[str, typer.Option(help="The CANN release that an emulation declares.")] = "9.1.0",
+):
+    """Says what runs the operators here, a device or the emulation; exits 1 where something that `npu` needs is missing."""
+    from npu import emulator
+
+    problem = None
+    try:
+        runs = emulator.install(soc, cann)
+    except (RuntimeError, ImportError, OSError) as error:
+        runs, problem = "nothing", str(error)
+    _print_facts(runs, cann)
+    if problem:
+        console.print(f"[red]problem[/red] {problem}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
+    if not _print_operators(on_cpu=runs.startswith("emulated")):
+        raise typer.Exit(1)
+
+
+def _print_facts(runs, cann):
+    from npu.emulator import stubs, wheel
+    from npu.emulator.target import target
+
+    emulated, real = runs.startswith("emulated"), stubs.real_cann()
+    device, chip = (
+        ("an NPU of this host", runs) if not emulated else ("none; the operators run on CPU tensors", f"{target().chip}, declared")
+    )
+    if runs == "nothing":
+        device, chip = "none", "none"
+    installed, gcc = wheel.installed(), shutil.which("gcc")
+    facts = {
+        "runs": runs,
+        "device": device,
+        "SoC": chip,
+        "CANN": "installed" if real else f"none; stand-ins that compute nothing, {cann} declared" if emulated else "none",
+        "Python": f"{platform.python_version()} on {platform.machine()}",
+        "torch": _version("torch"),
+        "torch_npu": f"{runs.split()[-1]} in {installed}" if emulated else str(installed or "none"),
+        "gcc": _output(gcc, "--version") if gcc else "none",
+        "cache": str(wheel.cache_folder()),
+    }
+    table = Table(title="torch_npu on this host", show_header=False, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _print_operators(on_cpu):
+    """Prints the operators with their arguments; whether all are there."""
+    from npu.emulator import behind, schemas
+
+    console.print("operators that npu calls", style="italic")
+    states = {name: _state(name, on_cpu) for name in schemas.OPERATORS}
+    for name, state in states.items():
+        console.print(f"[{'green' if state in _RUNS else 'red'}]{state:9}[/] [bold]{name}[/bold]", highlight=False)
+        if state != "missing":
+            names = [argument.name for argument in behind.operator(name)._schema.arguments]
+            base, _, overload = name.partition(".")
+            if overload:
+                shared = {argument.name for argument in behind.operator(base)._schema.arguments}
+                names = ["the same", *(argument for argument in names if argument not in shared)]
+            console.print(Padding(", ".join(names), (0, 0, 0, 10)), style="dim", highlight=False)
+    return all(state in _RUNS for state in states.values())
+
+
+def _state(name, on_cpu):
+    from npu.emulator import behind
+
+    try:
+        behind.operator(name)
+    except AttributeError:
+        return "missing"
+    if not behind.has_kernel(name, "CPU" if on_cpu else "PrivateUse1"):
+        return "no kernel"
+    return "emulated" if on_cpu else "found"
+
+
+def _version(distribution):
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _output(*command):
+    return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[0]
+
+
+if __name__ == "__main__":
+    app()
