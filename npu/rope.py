@@ -37,7 +37,7 @@ def yarn(
 
     low = max(math.floor(pair_that_turns(beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(beta_slow)), rotary_size - 1)
-    width = high - low if high > low else 0.001  # a step, where both bounds fall on one pair
+    width = high - low if high != low else 0.001  # a step, where both bounds fall on one pair
     slowed = [min(max((i - low) / width, 0.0), 1.0) for i in range(rotary_size // 2)]
     plain = _plain(rotary_size, theta)
     return torch.tensor([f / factor * s + f * (1 - s) for f, s in zip(plain, slowed, strict=True)], dtype=torch.float32)
