@@ -240,7 +240,6 @@ class Host:
     slots: Any  # int64 numpy [t]; padding goes to distinct rows of reserved null blocks, so -1 never reaches an operator
     exact: bool = True  # False: lengths are upper bounds, which operators that need exact lengths refuse
     constants: Mapping[str, Any] = field(default_factory=dict)  # tensors that npu.place made for this step or bucket
-    null_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
