@@ -35,12 +35,15 @@ def generate(columns: Columns) -> list[Row]:
     Deterministic. The two longest options meet first, because their product is the least number of rows.
     """
     names = list(columns)
+    if len(names) == 1:
+        return [(value,) for value in columns[names[0]]]
     missing, rows, used = pairs(columns), [], {}
     while missing:
         a, x, b, y = max(missing, key=lambda pair: (len(columns[pair[0]]) * len(columns[pair[2]]), repr(pair)))
         row = {a: x, b: y}
         for name in sorted(set(names) - {a, b}, key=lambda name: (-len(columns[name]), name)):
-            row[name] = max(columns[name], key=lambda value: (_gain(missing, names, row, name, value), -used.get((name, value), 0), repr(value)))
+            ranked = [(_gain(missing, names, row, name, value), -used.get((name, value), 0), repr(value), value) for value in columns[name]]
+            row[name] = max(ranked, key=lambda entry: entry[:3])[3]
         rows.append(tuple(row[name] for name in names))
         for name, value in row.items():
             used[name, value] = used.get((name, value), 0) + 1

@@ -60,7 +60,8 @@ def spotlight(q, k, v, i: int, j: int, q_pos, k_pos, bias=None, *, mask, scale, 
         if query @ query < 1e-2 * query.size:
             query = np.sign(code([i], 1, query.size)[0, 0] + 0.1)
             q[i, reader] = query
-        z = dense.scores(q[i : i + 1, reader : reader + 1].astype(np.float64), k[:, head : head + 1].astype(np.float64), scale=scale, softcap=softcap)
+        one_query, one_head = q[i : i + 1, reader : reader + 1].astype(np.float64), k[:, head : head + 1].astype(np.float64)
+        z = dense.scores(one_query, one_head, scale=scale, softcap=softcap)
         others = (z[0, 0] + shift[reader, i])[seen[reader, i] & (np.arange(len(k)) != j)]
         aim = _log_sum_exp(others) if others.size else 0.0
         aim -= shift[reader, i, j] if np.isfinite(shift[reader, i, j]) else 0.0

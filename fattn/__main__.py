@@ -1,0 +1,73 @@
+"""The command line: `python -m fattn conform PACKAGE`, `python -m fattn replay FILE...`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+
+@app.callback()
+def _commands():
+    """Attention for large language models as pure functions: hold an implementation to the definitions."""
+
+
+@app.command()
+def conform(
+    package: Annotated[str, typer.Argument(help="fattn, npu, or a package of your own with the same names and ARRAYS = 'jax', 'torch' or 'numpy'")],
+    op: Annotated[list[str] | None, typer.Option(help="a module or module.function; may be repeated")] = None,
+    examples: Annotated[int, typer.Option(min=1, help="decisive examples an operation")] = 100,
+    seed: Annotated[int, typer.Option(help="what all cases follow from")] = 0,
+    device: Annotated[str, typer.Option(help="where npu runs: cpu, or npu for a device")] = "cpu",
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results as JSON")] = None,
+):
+    """Holds PACKAGE to the oracle and the laws: a row per operation and check. Exit 0: nothing failed, 1: something did, 2: bad usage."""
+    from fattn.conformance import kit, report, results, targets
+    from fattn.conformance.operations import OPERATIONS
+
+    console = Console(width=None if Console().is_terminal else 160)
+    names = [name for name in OPERATIONS if not op or name in op or name.split(".")[0] in op]
+    for wanted in op or []:
+        if not any(wanted in (name, name.split(".")[0]) for name in OPERATIONS):
+            raise typer.BadParameter(f"{wanted!r} is no operation; one of {', '.join(OPERATIONS)}, or a module of them", param_hint="--op")
+    if device not in ("cpu", "npu"):
+        raise typer.BadParameter(f"{device!r} is not cpu or npu", param_hint="--device")
+    try:
+        target = targets.target_of(package, device=device)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="PACKAGE") from error
+    work = lambda name, advance: kit.check(name, target, examples=examples, seed=seed, progress=advance)
+    found = report.with_progress(console, names, examples, work)
+    report.show(console, f"{target.name} on {target.provider}, seed {seed}", found)
+    if json_file is not None:
+        with open(json_file, "w") as file:
+            json.dump(results.as_json(target.name, target.provider, seed, found), file, indent=1)
+    raise typer.Exit(1 if any(result.status == "failed" for result in found) else 0)
+
+
+@app.command()
+def replay(files: Annotated[list[str], typer.Argument(help="files that a failed check wrote")]):
+    """Runs saved failures again and prints what differs. Exit 1 where one still fails."""
+    from fattn.conformance import kit, targets
+    from fattn.conformance import replay as saved
+
+    console = Console(width=None if Console().is_terminal else 160)
+    failing = 0
+    for path in files:
+        try:
+            failure = saved.load(path)
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error), param_hint="FILE") from error
+        said = kit.fails(failure.check, failure.case, targets.target_of(failure.target))
+        failing += bool(said)
+        console.print(f"{path}: {failure.target} {failure.check}: {failure.case}", markup=False)
+        console.print(f"  {said or 'holds now'}", style="red" if said else "green", markup=False)
+    raise typer.Exit(1 if failing else 0)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m fattn")

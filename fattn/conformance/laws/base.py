@@ -1,0 +1,28 @@
+"""What a law is: a statement about an implementation, checked through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fattn.conformance.trial import Trial
+
+
+@dataclass(frozen=True)
+class Law:
+    """`check` raises Mismatch where the law does not hold and returns False where it says nothing about the trial.
+
+    Its docstring states the law. `kind` is "bits", "bound" or "declared bits". Of the cases, every `every`-th is tried; `narrow` laws change
+    shapes, which a compiling library pays for, so they are tried on a few rows of options alone.
+    """
+
+    name: str
+    kind: str
+    check: Callable[[Trial], bool | None]
+    every: int = 4
+    narrow: bool = False
+
+    @property
+    def statement(self) -> str:
+        """The law in words."""
+        return (self.check.__doc__ or "").strip()

@@ -1,0 +1,56 @@
+"""Failures as files: the case, the check, the target and every array, without pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fattn.conformance.calls import bits, leaves, rebuild
+from fattn.conformance.cases import Case
+from fattn.conformance.operations import OPERATIONS
+
+
+class Saved(NamedTuple):
+    """A failure that was saved: `arrays` by path, as integers of their width where NumPy has no such dtype."""
+
+    target: str
+    check: str
+    case: Case
+    arrays: dict[str, np.ndarray]
+
+
+def save(folder: str, target: str, check: str, case: Case) -> str:
+    """Writes a failing case to `folder` and returns the file's path."""
+    call = OPERATIONS[case.operation].build(case)
+    arrays = {f"argument{path}": bits(array) if array.dtype.name == "bfloat16" else array for path, array in leaves(call.arguments)}
+    about = json.dumps({"target": target, "check": check, "case": case.to_json(), "call": repr(call.static)})
+    name = f"{case.operation}-{check.replace(' ', '-')}-{hashlib.sha1(about.encode()).hexdigest()[:8]}.npz"
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    path = Path(folder) / name
+    np.savez_compressed(path, about=np.array(about), **arrays)
+    return str(path)
+
+
+def load(path: str) -> Saved:
+    """Reads what save wrote. Raises ValueError where the file is none of ours, or the case now makes other arrays than it did then."""
+    with np.load(path, allow_pickle=False) as file:
+        if "about" not in file:
+            raise ValueError(f"{path} is not a saved failure: it has {sorted(file)}")
+        about = json.loads(str(file["about"]))
+        arrays = {name: file[name] for name in file if name != "about"}
+    case = Case.from_json(about["case"])
+    made = {f"argument{name}": bits(a) if a.dtype.name == "bfloat16" else a for name, a in leaves(OPERATIONS[case.operation].build(case).arguments)}
+    changed = [name for name, array in arrays.items() if name not in made or bits(made[name]).tobytes() != bits(array).tobytes()]
+    if changed:
+        raise ValueError(f"{path} was saved by another version of the generators: {case} now makes other {', '.join(changed)}")
+    return Saved(about["target"], about["check"], case, arrays)
+
+
+def short(value) -> str:
+    """A call's arguments in few characters: small arrays as they are, others by shape and dtype."""
+    text = rebuild(value, lambda a: a.tolist() if a.size <= 12 else f"{a.dtype}{list(a.shape)}")
+    return str(text)

@@ -1,0 +1,38 @@
+"""Results of checks: one row per operation and check, and the counts of a headline."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check of one operation.
+
+    `check` is "value", the name of a law, or "option=value" of a feature. `status` is "passed", "refused", "failed" or "absent". `decisive`
+    counts the examples that a wrong decision would have changed by at least eight bounds. `reason` says why it was refused, or the smallest
+    input that failed and the file to replay. `core`: refusing it would be a failure.
+    """
+
+    operation: str
+    check: str
+    status: str
+    examples: int
+    decisive: int
+    seconds: float
+    reason: str = ""
+    core: bool = True
+    worst: float = 0.0  # error in units of the bound
+
+
+def headline(results: list[Result]) -> str:
+    """How many core and optional checks passed, of how many."""
+    core, optional = ([result for result in results if result.core == kind] for kind in (True, False))
+    passed = lambda part: sum(result.status == "passed" for result in part)
+    return f"core {passed(core)}/{len(core)}, optional {passed(optional)}/{len(optional)}"
+
+
+def as_json(target: str, provider: str, seed: int, results: list[Result]) -> dict:
+    """What --json writes."""
+    rows = [{name: value for name, value in asdict(result).items() if name != "worst"} for result in results]
+    return {"target": target, "provider": provider, "seed": seed, "headline": headline(results), "results": rows}

@@ -1,0 +1,183 @@
+"""Targets: how the kit reaches an implementation, whatever its array library."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from fattn.conformance import plain
+from fattn.conformance.calls import Call, rebuild
+from fattn.conformance.operations.base import Operation
+from fattn.types import Batch, Mask, Unsupported
+from reference.bounded import ROUNDOFF, Precision
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """One array library: from and to NumPy, dtypes by name, and calls compiled where it compiles."""
+
+    to_array: Callable[[np.ndarray], Any]
+    to_numpy: Callable[[Any], np.ndarray]
+    dtype: Callable[[str], Any]
+    compiled: Callable[[Callable], Callable] = lambda function: function
+    strided: Callable[[np.ndarray], Any] | None = None  # the same values with other strides; None where arrays have none
+
+
+@dataclass(frozen=True)
+class Target:
+    """An implementation under test. `get("dense.attend")` is its function, or None where it has none.
+
+    `precision(dtype)` is what it declares of its arithmetic; `refusal(call)` predicts what it raises Unsupported for (None: it does not say).
+    `place` puts a planned batch on its device. `finite_hidden`: keys that no query's mask shows must hold finite numbers.
+    """
+
+    name: str
+    provider: str
+    get: Callable[[str], Any]
+    arrays: Arrays
+    precision: Callable[[str], Precision]
+    place: Callable[[Batch, Mask | None], Batch] | None = None
+    refusal: Callable[[Call], Unsupported | None] | None = None
+    finite_hidden: bool = False
+    _compiled: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of_functions(
+        cls,
+        name: str,
+        functions: Mapping[str, Callable],
+        *,
+        arrays: str = "numpy",
+        base: ModuleType = plain,
+        precision: Callable[[str], Precision] | None = None,
+    ) -> Target:
+        """Some functions by name, everything else from a package (by default the plain NumPy one). `precision` as declared of them."""
+        found = partial(_of_package, base)
+        return cls(name, name, lambda wanted: functions.get(wanted) or found(wanted), library(arrays), precision or conventional)
+
+    def function(self, name: str):
+        """The function of that name, compiled where the library compiles."""
+        if name not in self._compiled:
+            found = self.get(name)
+            self._compiled[name] = found if found is None or isinstance(found, type) else self.arrays.compiled(found)
+        return self._compiled[name]
+
+    def run(self, operation: Operation, call: Call, *, strided: bool = False):
+        """The result of a call, as NumPy arrays in the types of the target."""
+        return self.to_numpy(operation.invoke(self.function, self.convert(operation, call, strided=strided)))
+
+    def convert(self, operation: Operation, call: Call, *, strided: bool = False) -> Call:
+        """The call in the target's own arrays, dtypes, types and placed batches."""
+        change = self.arrays.strided if strided and self.arrays.strided else self.arrays.to_array
+        mask = operation.places(call)
+        arguments = {name: self._argument(value, change, mask) for name, value in call.arguments.items()}
+        static = {name: self.arrays.dtype(value) if name == "dtype" else value for name, value in call.static.items()}
+        return Call(call.operation, arguments, static)
+
+    def to_numpy(self, result):
+        """A result of the target as NumPy arrays."""
+        return rebuild(result, self.arrays.to_numpy)
+
+    def _argument(self, value, change, mask):
+        if isinstance(value, Batch):
+            return rebuild(value, self.arrays.to_array) if self.place is None else self.place(value, mask)
+        made = rebuild(value, change)
+        if type(value).__module__.startswith("fattn.conformance.plain."):  # Weights and Prepared are each implementation's own
+            module, name = type(value).__module__.rsplit(".", 1)[-1], type(value).__name__
+            return self.get(f"{module}.{name}")(*made)
+        return made
+
+
+def target_of(name: str, *, device: str = "cpu") -> Target:
+    """The target that a package of the public names is. It says which arrays it takes: ARRAYS = "jax", "torch" or "numpy".
+
+    Optional: PRECISION, a mapping from dtype to the fields of reference's Precision, and `refusal(call)`, which predicts Unsupported.
+    Raises ModuleNotFoundError for an unknown package, ValueError where it does not declare ARRAYS.
+    """
+    package = importlib.import_module(name)
+    kind = getattr(package, "ARRAYS", None)
+    if kind not in ("jax", "torch", "numpy"):
+        raise ValueError(f"package {name!r} must declare ARRAYS = 'jax', 'torch' or 'numpy', it has {kind!r}")
+    get = partial(_of_package, package)
+    if name == "npu":
+        from fattn.conformance.npu_target import make
+
+        return make(package, get, device)
+    declared = getattr(package, "PRECISION", None)
+    precision = conventional if declared is None else lambda dtype: Precision(**declared.get(dtype, {}))
+    return Target(name, f"{name} ({kind})", get, library(kind), precision, refusal=getattr(package, "refusal", None))
+
+
+def conventional(dtype: str) -> Precision:
+    """The convention where nothing is declared: float32 sums, P cast to the dtype of V."""
+    return Precision(probabilities=0.0 if dtype in ("float32", "float64") else ROUNDOFF[dtype])
+
+
+def library(kind: str) -> Arrays:
+    """The array library of that name."""
+    if kind == "numpy":
+        return Arrays(lambda a: a.copy(), lambda a: np.asarray(a), dtype=np.dtype, strided=_strided)
+    return (_jax if kind == "jax" else _torch)()
+
+
+def _of_package(package, name: str):
+    module, function = name.split(".")
+    try:
+        found = importlib.import_module(f"{package.__name__}.{module}")
+    except ModuleNotFoundError as error:
+        if error.name == f"{package.__name__}.{module}":
+            return None
+        raise
+    return getattr(found, function, None)
+
+
+def _jax() -> Arrays:
+    import jax
+    import jax.numpy as jnp
+
+    def compiled(function):
+        versions = {}
+
+        def call(*arguments, **static):
+            leaves = jax.tree.leaves(arguments)
+            if not leaves or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+                return function(*arguments, **static)
+            key = tuple(static.items())
+            if key not in versions:
+                versions[key] = jax.jit(partial(function, **static))
+            return versions[key](*arguments)
+
+        return call
+
+    return Arrays(jnp.asarray, np.asarray, dtype=jnp.dtype, compiled=compiled)
+
+
+def _torch() -> Arrays:
+    import torch
+
+    def to_array(array):
+        array = np.ascontiguousarray(array).copy()
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if array.dtype.name == "bfloat16" else torch.from_numpy(array)
+
+    def to_numpy(tensor):
+        import ml_dtypes
+
+        tensor = tensor.detach().cpu().contiguous()
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy().copy()
+
+    def strided(array):
+        if array.ndim < 2:
+            return to_array(np.repeat(array, 2))[::2] if array.ndim else to_array(array)
+        return to_array(np.moveaxis(array, 0, 1)).transpose(0, 1)
+
+    return Arrays(to_array, to_numpy, dtype=lambda name: getattr(torch, name), strided=strided)
+
+
+def _strided(array):
+    return np.repeat(array, 2, axis=-1)[..., ::2] if array.ndim else array.copy()
