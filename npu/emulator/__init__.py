@@ -7,10 +7,13 @@ about a device's own arithmetic or speed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from npu.emulator.assumptions import variant
@@ -23,9 +26,10 @@ _installed: list[str] = []  # what `provider` says
 def install(soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = ()) -> str:
     """Makes `import torch_npu` work and its attention operators run on CPU tensors; returns `provider()`.
 
-    Prints one line that says what runs. On a host whose own NPU is available nothing is emulated. Fetches the wheel and compiles the stand-ins for CANN on first use. A second
-    call declares another target or other answers ("assumption id:variant", all others as believed). Raises RuntimeError that names what to
-    install where pip, the wheel or gcc is missing, and ValueError for an unknown chip or variant.
+    Prints one line that says what runs. On a host whose own NPU is available nothing is emulated. Fetches the wheel and compiles the
+    stand-ins for CANN on first use. A second call declares another target or other answers ("assumption id:variant", all others as
+    believed). Raises RuntimeError that names what to install where pip, the wheel or gcc is missing, and ValueError for an unknown chip or
+    variant.
     """
     from npu.emulator import assumptions, stubs
     from npu.emulator.target import chosen
@@ -60,8 +64,11 @@ def _behind_the_wheel():
     importlib.import_module("torch")
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    importlib.import_module("torch_npu")
-    importlib.import_module("torch_npu.op_plugin.atb._atb_ops")  # defines torch.ops.atb
+    # The wheel warns that CANN's home is not set, which the line that install prints says better, and of escapes in its own docstrings.
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch_npu")
+        importlib.import_module("torch_npu.op_plugin.atb._atb_ops")  # defines torch.ops.atb
     importlib.import_module("npu.emulator.kernels").register_all()
 
 

@@ -24,9 +24,11 @@ def check(call: Call):
     _sizes(call, rule)
     if call.packed:
         _packed(call, rule)
-    _lengths(call, rule)
     if call.paged:
         _pages(call, rule)
+    _lengths(call, rule)
+    if call.paged:
+        _page_ids(call, rule)
     _mask(call, rule)
     _options(call, rule)
 
@@ -144,6 +146,10 @@ def _pages(call, rule):
         rule(call.key.shape[2] <= 65535, "pages as BnBsH: key heads * D <= 65535", call.key.shape[2])
     else:
         rule(call.layout in ("BNSD", "TND"), "pages as BnNBsD go with a query in layout BNSD or TND", call.layout)
+
+
+def _page_ids(call, rule):
+    table, size = call.block_table, call.page_size
     used = [row[: -(-length // size)] for row, length in zip(table.tolist(), call.key_sizes, strict=True)]
     pages = call.key.shape[0]
     wrong = [(b, p, page) for b, row in enumerate(used) for p, page in enumerate(row) if not 0 <= page < pages]
