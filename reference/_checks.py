@@ -103,7 +103,7 @@ def check_batch(batch: Batch, *, tokens: int, block_size: int, num_blocks: int):
         found = f"batch.query_start_loc runs from {starts[0]} to {starts[-1]}"
         raise ValueError(f"{found}, but there are {tokens} rows; layout is [rows, heads, size]")
     for row, (length, query_len) in enumerate(zip(lengths, np.diff(starts), strict=True)):
-        if not 0 <= query_len <= batch.max_query_len:
+        if query_len < 0 or (length > 0 and query_len > batch.max_query_len):
             found = f"batch.query_start_loc[{row + 1}]={starts[row + 1]} gives sequence {row} {query_len} queries"
             raise ValueError(f"{found}; 0 to max_query_len={batch.max_query_len} would work")
         if not 0 <= length <= table.shape[1] * block_size:

@@ -97,7 +97,7 @@ def pages(query_lens, seq_lens, table, widths, *, block_size: int, num_blocks: i
         row = int(np.argmax(own.sum(1) > np.bincount(writers, minlength=len(table))))
         blocks, times = np.unique(table[row][own[row]], return_counts=True)
         raise ValueError(
-            f"block_table[{row}] names block {blocks[np.argmax(times)]} {times.max()} times and writes it, so slots would be written twice; "
+            f"block_table[{row}] names block {blocks[np.argmax(times)]} {times.max()} times and writes it: one slot for two tokens; "
             "distinct blocks would work"
         )
     for block in null_blocks:

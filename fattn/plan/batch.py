@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Int32
 
 from fattn.plan import _checks
 from fattn.plan._checks import INT32_MAX
-from fattn.types import Array, Batch, Host
+from fattn.plan._labels import add_tree, key_label, query_label
+from fattn.plan._labels import tree_labels as tree_labels
+from fattn.types import Batch, Host
 
 
 def build(
@@ -60,17 +61,17 @@ def build(
     positions = standing
     query_labels, key_labels = dict(query_labels or {}), dict(key_labels or {})
     if parents is not None:
-        positions = _add_tree(query_labels, key_labels, parents, queries, keys, starts, standing, table.shape[1] * block_size)
+        positions = add_tree(query_labels, key_labels, parents, queries, keys, starts, standing, table.shape[1] * block_size)
     return Batch(
         starts.astype(np.int32),
         keys.astype(np.int32),
         table.astype(np.int32),
         slots.astype(np.int32),
         positions.astype(np.int32),
-        {name: _query_label(name, values, tokens) for name, values in query_labels.items()},
-        {name: _key_label(name, values, keys, table.shape[1] * block_size) for name, values in key_labels.items()},
+        {name: query_label(name, values, tokens) for name, values in query_labels.items()},
+        {name: key_label(name, values, keys, table.shape[1] * block_size) for name, values in key_labels.items()},
         block_size=block_size,
-        max_query_len=int(queries.max(initial=1)),
+        max_query_len=int(queries.max(where=keys > 0, initial=1)),
         host=Host(tuple(queries.tolist()), tuple(keys.tolist()), _to_null_rows(slots, rows), exact),
     )
 
@@ -84,7 +85,7 @@ def pad(batch: Batch, *, tokens: int, sequences: int, pages: int, null_blocks: S
     """
     starts, table, slots = (np.asarray(a) for a in (batch.query_start_loc, batch.block_table, batch.slot_mapping))
     surplus, spare = tokens - len(slots), sequences - len(table)
-    one_each = batch.max_query_len <= 1
+    one_each = _one_each(starts)
     for name, size, least in (("tokens", tokens, len(slots)), ("sequences", sequences, len(table)), ("pages", pages, table.shape[1])):
         if _checks.count(name, size, least=0) < least:
             raise ValueError(f"{name} = {size}: the batch has {least} already; {least} or more would work")
@@ -109,7 +110,6 @@ def pad(batch: Batch, *, tokens: int, sequences: int, pages: int, null_blocks: S
         positions=np.concatenate([np.asarray(batch.positions), standing]).astype(np.int32),
         query_labels={name: _extended(label, surplus, 0) for name, label in batch.query_labels.items()},
         key_labels={name: _grown(np.asarray(label), sequences, pages * batch.block_size, 0) for name, label in batch.key_labels.items()},
-        max_query_len=max(batch.max_query_len, int(added.max(initial=0))),
         host=_padded_host(batch, added, slots, null_blocks),
     )
 
@@ -125,11 +125,11 @@ def bucket(
     """The batch padded to the smallest bucket that holds it, so that a compilation serves a bucket and not a step.
 
     `tokens`, `sequences` and `pages` list the sizes to choose from; None means the powers of two. `max_query_len` goes up to a power of
-    two, and never beyond the number of tokens. `null_blocks` as in `build`. Raises ValueError where no bucket is large enough.
+    two. `null_blocks` as in `build`. Raises ValueError where no bucket is large enough.
     """
     count, rows = len(np.asarray(batch.slot_mapping)), len(np.asarray(batch.seq_lens))
     size = _bucket("tokens", count, tokens)
-    holders = size - count if batch.max_query_len <= 1 else min(size - count, 1)
+    holders = size - count if _one_each(np.asarray(batch.query_start_loc)) else min(size - count, 1)
     padded = pad(
         batch,
         tokens=size,
@@ -162,8 +162,8 @@ def check(batch: Batch, *, num_blocks: int) -> None:
     for field, array in (("slot_mapping", slots), ("positions", positions)):
         if len(array) != starts[-1]:
             raise ValueError(f"query_start_loc[{len(keys)}] = {starts[-1]}, but {field} has {len(array)} tokens; lengths end at T")
-    if queries.max(initial=0) > _checks.count("max_query_len", batch.max_query_len, least=0):
-        row = int(np.argmax(queries))
+    if queries.max(where=keys > 0, initial=0) > _checks.count("max_query_len", batch.max_query_len, least=0):
+        row = int(np.argmax(np.where(keys > 0, queries, 0)))
         raise ValueError(f"max_query_len = {batch.max_query_len}, but sequence {row} has {queries[row]} queries; an upper bound would work")
     _checks.pages(queries, keys, table, widths, block_size=block_size, num_blocks=num_blocks)
     _checks.same_slot_twice(slots)
@@ -176,32 +176,10 @@ def check(batch: Batch, *, num_blocks: int) -> None:
             f"{_slots(table, queries, standing, block_size)[row]}; that, or -1, would work"
         )
     for name, label in batch.query_labels.items():
-        _query_label(name, label, len(slots))
+        query_label(name, label, len(slots))
     for name, label in batch.key_labels.items():
-        _key_label(name, np.asarray(label), keys, table.shape[1] * block_size)
+        key_label(name, np.asarray(label), keys, table.shape[1] * block_size)
     _check_host(batch.host, queries, keys, slots)
-
-
-def tree_labels(parents: Sequence[int]) -> tuple[Int32[Array, "n"], Int32[Array, "n"]]:
-    """Labels (enter, exit) of a forest: j is an ancestor of i, or i itself, iff enter[j] <= enter[i] < exit[j].
-
-    parents[i] is the index of i's parent, below i, or -1 where the parent is the context. Raises ValueError for any other parent.
-    """
-    above = _parents("parents", parents).tolist()
-    sizes = [1] * len(above)
-    for node in range(len(above) - 1, -1, -1):
-        if above[node] >= 0:
-            sizes[above[node]] += sizes[node]
-    enter, free, free_root = [], [], 0
-    for node, parent in enumerate(above):
-        enter.append(free_root if parent < 0 else free[parent])
-        if parent < 0:
-            free_root += sizes[node]
-        else:
-            free[parent] += sizes[node]
-        free.append(enter[node] + 1)
-    enter = np.array(enter, np.int32)
-    return enter, enter + np.array(sizes, np.int32)
 
 
 def _sizes(block_size, num_blocks):
@@ -209,6 +187,11 @@ def _sizes(block_size, num_blocks):
     if block_size * num_blocks > INT32_MAX:
         raise ValueError(f"num_blocks = {num_blocks}: blocks of {block_size} give more slots than int32 counts")
     return block_size, num_blocks
+
+
+def _one_each(starts):
+    """Whether a batch is a decode step: no sequence has two queries."""
+    return bool((np.diff(starts) <= 1).all())
 
 
 def _slots(table, queries, standing, block_size):
@@ -229,70 +212,6 @@ def _to_null_rows(slots, rows):
         )
     slots[unwritten] = rows[: len(unwritten)]
     return slots
-
-
-def _query_label(name, values, tokens):
-    label = _checks.integers(f"query_labels[{name!r}]", values)
-    if len(label) != tokens:
-        raise ValueError(f"query_labels[{name!r}] has {len(label)} values for {tokens} tokens; one for each token would work")
-    return label.astype(np.int32)
-
-
-def _key_label(name, values, keys, width):
-    field = f"key_labels[{name!r}]"
-    if getattr(values, "ndim", None) == 2:
-        label = _checks.integers(field, values, rank=2)
-        if label.shape != (len(keys), width):
-            raise ValueError(f"{field} has shape {list(label.shape)}; [{len(keys)}, {width}], a value for each table row, would work")
-        return label.astype(np.int32)
-    if len(values) != len(keys):
-        raise ValueError(f"{field} has {len(values)} rows for {len(keys)} sequences; one for each sequence would work")
-    label = np.zeros((len(keys), width), np.int32)
-    for row, (own, size) in enumerate(zip(values, keys, strict=True)):
-        own = _checks.integers(f"{field}[{row}]", own)
-        if len(own) != size:
-            raise ValueError(f"{field}[{row}] has {len(own)} values, but seq_lens[{row}] = {size}; one for each key would work")
-        label[row, :size] = own
-    return label
-
-
-def _parents(field, parents):
-    above = _checks.integers(field, parents)
-    bad = (above < -1) | (above >= np.arange(len(above)))
-    if bad.any():
-        node = int(np.argmax(bad))
-        raise ValueError(f"{field}[{node}] = {above[node]}: -1 for the context, or the index of an earlier token, would work")
-    return above
-
-
-def _add_tree(query_labels, key_labels, parents, queries, keys, starts, standing, width):
-    """Puts the labels "enter" and "exit" into both mappings and returns rotary positions, context + depth."""
-    if len(parents) != len(queries):
-        raise ValueError(f"parents has {len(parents)} rows for {len(queries)} sequences; one for each sequence, or None, would work")
-    for name in ("enter", "exit"):
-        if name in query_labels or name in key_labels:
-            raise ValueError(f"parents makes the label {name!r}, which is given too; one of the two would work")
-    # a sequence without a tree is a chain
-    depth = np.arange(len(standing)) - np.repeat(starts[:-1], queries)
-    enter, exit = depth.astype(np.int32), np.repeat(queries, queries).astype(np.int32)
-    for row, above in enumerate(parents):
-        if above is None:
-            continue
-        if len(above) != queries[row]:
-            raise ValueError(f"parents[{row}] has {len(above)} entries, but query_lens[{row}] = {queries[row]}; one a token would work")
-        if queries[row] > keys[row]:
-            raise ValueError(f"parents[{row}]: query_lens[{row}] = {queries[row]} exceeds seq_lens[{row}] = {keys[row]}; a tree is all keys")
-        above = _parents(f"parents[{row}]", above)
-        own = slice(starts[row], starts[row + 1])
-        enter[own], exit[own] = tree_labels(above)
-        for node, parent in enumerate(above.tolist()):
-            depth[starts[row] + node] = 0 if parent < 0 else depth[starts[row] + parent] + 1
-    query_labels.update(enter=enter, exit=exit)
-    rows, kept = np.repeat(np.arange(len(queries)), queries), standing >= 0
-    for name, label, context in (("enter", enter, 0), ("exit", exit, INT32_MAX)):
-        key_labels[name] = np.full((len(queries), width), context, np.int32)
-        key_labels[name][rows[kept], standing[kept]] = label[kept]
-    return np.repeat(keys - queries, queries) + depth
 
 
 def _bucket(name, least, sizes):

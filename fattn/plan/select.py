@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def get_attn_backend_cls(use_mla: bool, use_sparse: bool, use_compress: bool) -> str:
-    """The module for the three flags: with use_mla "sfa" where use_sparse, else "mla"; without it "dsa" where use_compress, else "standard".
+    """The module for three flags: with use_mla "sfa" where use_sparse, else "mla"; without it "dsa" where use_compress, else "standard".
 
     Follows the original's document for all eight combinations: use_compress is ignored where use_mla is set, and use_sparse where it is
     not. Raises TypeError for a flag that is not a bool.
