@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -50,12 +51,13 @@ class Checkpoint(NamedTuple):
 def load() -> Checkpoint:
     """The model, downloaded and dequantised on first use. Raises RuntimeError that says what to do where it cannot be fetched."""
     folder = model_folder()
-    if not (folder / "weights.npz").exists():
+    if not (folder / "model.json").exists():
         _convert(fetch(), folder)
-    with np.load(folder / "weights.npz", allow_pickle=False) as arrays:
-        weights = {name: arrays[name] for name in arrays.files}
-    architecture = Architecture(**json.loads((folder / "architecture.json").read_text()))
-    return Checkpoint(architecture, weights, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
+    described = json.loads((folder / "model.json").read_text())
+    numbers = np.load(folder / "weights.npy", mmap_mode="c")  # read when touched, and shared with other processes
+    weights = {name: numbers[start : start + math.prod(shape)].reshape(shape) for name, (start, shape) in described["tensors"].items()}
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Checkpoint(Architecture(**described["architecture"]), weights, tokenizer)
 
 
 def model_folder() -> Path:
@@ -113,7 +115,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _convert(gguf_file: Path, folder: Path):
-    """Writes architecture.json, tokenizer.json and, last, weights.npz."""
+    """Writes tokenizer.json, weights.npy (all tensors end to end) and, last, model.json, which says where each one lies."""
     import gguf  # only here: later starts do not need it
 
     reader = gguf.GGUFReader(str(gguf_file))
@@ -131,17 +133,21 @@ def _convert(gguf_file: Path, folder: Path):
         norm_epsilon=field("llama.attention.layer_norm_rms_epsilon"),
         end_of_text=field("tokenizer.ggml.eos_token_id"),
     )
-    _write(folder / "architecture.json", lambda path: path.write_text(json.dumps(architecture._asdict())))
     tokenizer = _tokenizer(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges"), field("tokenizer.ggml.token_type"))
     _write(folder / "tokenizer.json", lambda path: tokenizer.save(str(path)))
-    weights = {}
+    arrays, tensors, start = [], {}, 0
     for tensor in reader.tensors:
         array = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)  # [out, in]
         if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
             array = _pairs_to_halves(array, architecture.head_size)
-        is_matrix = array.ndim == 2 and tensor.name != "token_embd.weight"
-        weights[tensor.name] = np.ascontiguousarray(array.T if is_matrix else array)
-    _write(folder / "weights.npz", lambda path: np.savez(path, **weights))
+        if array.ndim == 2 and tensor.name != "token_embd.weight":
+            array = array.T
+        arrays.append(array.ravel())
+        tensors[tensor.name] = start, array.shape
+        start += array.size
+    _write(folder / "weights.npy", lambda path: np.save(path, np.concatenate(arrays)))
+    described = json.dumps({"architecture": architecture._asdict(), "tensors": tensors})
+    _write(folder / "model.json", lambda path: path.write_text(described))
 
 
 def _pairs_to_halves(rows: np.ndarray, head_size: int) -> np.ndarray:

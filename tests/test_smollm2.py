@@ -81,7 +81,7 @@ def printed():
 
 
 def test_command_prints_text_rates_memory_and_hits(printed):
-    assert "The capital of France is Paris.\n\nThe answer is: 2018" in printed
+    assert "The capital of France is Paris.\n\nThe answer is: 201" in printed
     for words in ("tokens/s", "prefix hits 0 tokens", "prefix hits 16 tokens", "prefill 5 tokens in 1 chunks", "peak memory"):
         assert words in printed
 
