@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fattn._checks import check_attend, positions
+from fattn._checks import as_arrays, check_attend, positions
 from fattn.masks import visible
 from fattn.types import Mask, Partial
 
@@ -29,6 +29,7 @@ def attend(
     Query head h reads key head h // (h_q / h_k). Positions are a Range, Int32[n], or Tokens where the mask reads labels.
     The result is float32 (float64 for float64). Raises ValueError for shapes, dtypes or positions that do not fit together.
     """
+    q, k, v = as_arrays((q, k, v))
     check_attend(q, k, v, q_pos, k_pos, softcap=softcap)
     bias = None if bias is None else _bias(bias, q.shape, k.shape)
     t, h, d = q.shape
