@@ -24,7 +24,7 @@ DEEPSEEK_V32 = DEEPSEEK_V3 | {"index_n_heads": 64, "index_head_dim": 128, "index
 DEEPSEEK_V4 = {"hidden_size": 4096, "head_dim": 512, "q_lora_rank": 1024, "index_topk": 512, "compress_ratios": [0, 0, 4, 128, 4, 0]}
 
 
-@pytest.mark.parametrize("flags", itertools.product((False, True), repeat=3))
+@pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=3)))
 def test_the_three_flags(flags):
     assert get_attn_backend_cls(*flags) == DOCUMENT[flags]
 

@@ -47,7 +47,8 @@ def tables(field: str, values) -> tuple[np.ndarray, np.ndarray]:
     """Block tables as one int64 array [b p], padded with -1, and the number of entries of each row."""
     if getattr(values, "ndim", None) == 2:
         table = integers(field, values, rank=2)
-        return table, np.full(table.shape[0], table.shape[1])
+        widths = np.full(table.shape[0], table.shape[1])
+        return (table if table.shape[1] else np.full((table.shape[0], 1), -1)), widths
     for row, entries in enumerate(values):
         if not hasattr(entries, "__len__"):
             raise ValueError(f"{field}[{row}] = {entries!r}: a list of block ids for each sequence would work")
