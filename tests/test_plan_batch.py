@@ -16,7 +16,7 @@ lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=6)
 
 
 def drawn(lens, block_size, random, null_blocks=0):
-    """The batch of (query_len, seq_len) pairs over shuffled blocks, its tables with entries that no length reaches, the number of blocks."""
+    """The batch of (query_len, seq_len) pairs over shuffled blocks, its tables with entries past every length, the number of blocks."""
     pages = [-(-length // block_size) for _, length in lens]
     blocks = sum(pages) + 1 + null_blocks
     ids = list(range(null_blocks, blocks))
