@@ -39,6 +39,8 @@ def write(cache: Pages, k: Float[Array, "t hk d"], v: Float[Array, "t hk dv"], s
     check_new_keys(cache, k, v, slots)
     total = _num_blocks(cache) * cache.block_size
     slots = jnp.where(slots < 0, total, slots)  # JAX counts negative indices from the end
+    if slots.shape[0] == 1:  # XLA on a CPU copies the cache to scatter one row, not to scatter two: a second one, which is dropped
+        k, v, slots = jnp.concatenate([k, k]), jnp.concatenate([v, v]), jnp.append(slots, total)
     write_pages = _written if cache.k.dtype == jnp.bfloat16 else _scattered
     k, v = (write_pages(pages, new, slots, cache.layout, cache.block_size) for pages, new in ((cache.k, k), (cache.v, v)))
     return Pages(k, v, layout=cache.layout, block_size=cache.block_size)
