@@ -26,8 +26,10 @@ class Prefixes:
     def take(self, ids: list[int], *, room: int) -> Held:
         """Blocks for `ids` and `room` tokens after them. At least the last of `ids` is left to compute, since its logits are wanted.
 
-        Raises ValueError where the cache is too small.
+        Raises ValueError where there are no ids, or the cache is too small.
         """
+        if not ids:
+            raise ValueError("ids has no tokens; a sequence needs at least one")
         needed = -(-(len(ids) + room) // self.block_size)
         if needed > len(self.free) + len(self.known):
             raise ValueError(f"{len(ids)} tokens and room for {room} need {needed} blocks; there are {len(self.free) + len(self.known)}")

@@ -18,8 +18,10 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 import typer
 from jaxtyping import Float
+from tokenizers.decoders import DecodeStream
 
 from examples import checkpoint
 from examples.prefixes import Prefixes
@@ -39,13 +41,21 @@ class LayerName(StrEnum):
 
 @dataclass
 class Report:
-    """What one prompt took: counts are tokens."""
+    """What one prompt took: counts are tokens, and seconds include compiling for new shapes."""
 
     hit: int = 0
     chunks: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     written: int = 0
     decode_seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float, *, of_prompt: bool):
+        """Counts one step."""
+        if of_prompt:
+            self.chunks.append(tokens)
+            self.prefill_seconds += seconds
+        else:
+            self.decode_seconds += seconds
 
     def __str__(self):
         prefill, decode = sum(self.chunks), self.written - 1  # the first token comes from the prompt's last chunk
@@ -87,27 +97,24 @@ class Session:
     ) -> Iterator[int]:
         """The greedy continuation of `ids`, at most `tokens` long, up to `stop`; `banned` tokens are never chosen. Fills in `report`."""
         sequence, (blocks, report.hit) = list(ids), self.prefixes.take(ids, room=tokens)
-        done = report.hit
-        while report.written < tokens:
-            began = time.perf_counter()
-            chunk = sequence[done : done + CHUNK]
-            x = self.step(chunk, done, blocks)
-            done += len(chunk)
-            token = self._best(x, len(chunk) - 1, banned) if done == len(sequence) else None
-            seconds = time.perf_counter() - began
-            if done <= len(ids):
-                report.chunks.append(len(chunk))
-                report.prefill_seconds += seconds
-            else:
-                report.decode_seconds += seconds
-            if token is None:
-                continue
-            report.written += 1
-            if token == stop:
-                break
-            sequence.append(token)
-            yield token
-        self.prefixes.give(sequence[:done], blocks)
+        done = report.hit  # so many tokens have their keys and values in the cache
+        try:
+            while report.written < tokens:
+                began = time.perf_counter()
+                chunk = sequence[done : done + CHUNK]
+                x = self.step(chunk, done, blocks)
+                done += len(chunk)
+                token = self._best(x, len(chunk) - 1, banned) if done == len(sequence) else None
+                report.add(len(chunk), time.perf_counter() - began, of_prompt=done <= len(ids))
+                if token is None:
+                    continue
+                report.written += 1
+                if token == stop:
+                    break
+                sequence.append(token)
+                yield token
+        finally:
+            self.prefixes.give(sequence[:done], blocks)
 
     def logits(self, ids: list[int], *, chunk: int = CHUNK) -> Float[np.ndarray, "t vocabulary"]:
         """The scores of every next token after every one of `ids`, all of them computed anew in chunks. Forgets every page."""
@@ -143,30 +150,31 @@ def main(
     cold: Annotated[bool, typer.Option("--cold", help="Forget all pages before the second prompt: nothing is reused.")] = False,
 ):
     """SmolLM2-135M-Instruct continues a prompt, then a second one that begins with all of the first."""
-    began = time.perf_counter()
+    if not prompt:
+        raise typer.BadParameter("the prompt is empty; at least one character would work")
+    began = psutil.Process().create_time()
     loaded = checkpoint.load()
     session = begin(layer.value, loaded)
-    print(f"loaded in {time.perf_counter() - began:.1f} s")
+    print(f"{layer.value}: imported and loaded in {time.time() - began:.1f} s")
     ids: list[int] = []
     for number, text in enumerate((prompt, then)):
         if cold and number:
             session.prefixes.forget()
         ids += loaded.tokenizer.encode(text).ids
-        report, written = Report(), []
+        report, written, stream = Report(), [], DecodeStream(skip_special_tokens=False)
         print(f"\n{text}", end="", flush=True)
         for token in session.generate(ids, tokens=tokens, report=report, stop=loaded.architecture.end_of_text):
-            before = loaded.tokenizer.decode(written)
             written.append(token)
-            print(loaded.tokenizer.decode(written).removeprefix(before), end="", flush=True)
+            print(stream.step(loaded.tokenizer, token) or "", end="", flush=True)  # None: a character's bytes are not complete
             if not number and len(written) == 1:
-                first = time.perf_counter() - began
+                first = time.time() - began
         ids += written
         print(f"\n[{report}]")
     if layer is LayerName.npu:
-        from examples import eager  # torch
+        from examples import eager  # imports torch, which the other layer does without
 
         print(eager.distances(session, ids))
-    print(f"\nfirst token after {first:.1f} s; peak memory {_peak_memory() / 2**30:.2f} GiB")
+    print(f"\nfirst token {first:.1f} s after the program's start; peak memory {_peak_memory() / 2**30:.2f} GiB")
 
 
 def _peak_memory() -> int:
@@ -175,4 +183,6 @@ def _peak_memory() -> int:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command()(main)
+    program()

@@ -22,9 +22,15 @@ def loaded():
     return checkpoint.load()
 
 
-@pytest.fixture
-def session(loaded):
+@pytest.fixture(scope="module")
+def shared_session(loaded):
     return smollm2.begin("fattn", loaded)
+
+
+@pytest.fixture
+def session(shared_session):
+    shared_session.prefixes.forget()
+    return shared_session
 
 
 def generate(session, ids, *, tokens):
@@ -74,13 +80,17 @@ def test_steps_compile_once_a_bucket(session):
     assert smollm2_fattn._layer._cache_size() == before
 
 
-@pytest.fixture(scope="module")
-def printed():
+def test_an_abandoned_text_gives_its_blocks_back(session):
+    free = len(session.prefixes.free)
+    for _ in session.generate(CASES[0]["ids"], tokens=32, report=smollm2.Report()):
+        break
+    session.prefixes.forget()
+    assert len(session.prefixes.free) == free
+
+
+def test_command_prints_text_rates_memory_and_hits():
     command = [sys.executable, "-m", "examples.smollm2", "--layer", "fattn", "--prompt", CASES[0]["prompt"], "--tokens", "12"]
-    return subprocess.run(command, cwd=DATA.parents[1], capture_output=True, text=True, check=True).stdout
-
-
-def test_command_prints_text_rates_memory_and_hits(printed):
+    printed = subprocess.run(command, cwd=DATA.parents[1], capture_output=True, text=True, check=True).stdout
     assert "The capital of France is Paris.\n\nThe answer is: 201" in printed
     for words in ("tokens/s", "prefix hits 0 tokens", "prefix hits 16 tokens", "prefill 5 tokens in 1 chunks", "peak memory"):
         assert words in printed
@@ -104,6 +114,8 @@ def test_prefixes_forget_the_oldest_first_and_refuse_what_never_fits():
     assert sorted(prefixes.known.values()) == [[2, 2], [3, 3]]
     with pytest.raises(ValueError, match="need 3 blocks; there are 2"):
         prefixes.take([1] * 9, room=0)
+    with pytest.raises(ValueError, match="ids has no tokens"):
+        prefixes.take([], room=1)
     assert sorted(prefixes.known.values()) == [[2, 2], [3, 3]]
 
 

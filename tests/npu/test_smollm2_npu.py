@@ -19,6 +19,8 @@ from reference.bounded import Precision
 DATA = Path(__file__).parents[1] / "data"
 CASES = json.loads((DATA / "smollm2_greedy.json").read_text())["cases"]
 END_OF_TEXT = 2
+# transformers 5.24.0 on torch 2.13.0's CPU, eager attention with q, k, v cast to float16: distance from its own float32 logits
+TRANSFORMERS = 0.0271, 0.0910
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,9 @@ def test_every_layers_attention_is_within_the_oracles_bound(session, monkeypatch
 @pytest.mark.parametrize("case", [0, 1])
 def test_float16_costs_what_it_costs_transformers(session, case):
     distances = eager.distances(session, CASES[case]["ids"] + CASES[case]["gen"])
-    print(distances)
-    assert 0 < distances.npu < 2 * distances.eager
+    print(f"{distances}; transformers' eager attention itself: {TRANSFORMERS[case]}")
+    assert TRANSFORMERS[case] / 2 < distances.eager < TRANSFORMERS[case] * 2
+    assert 0 < distances.npu < TRANSFORMERS[case] * 2
 
 
 def test_writes_the_same_text_as_float32(session):
