@@ -50,10 +50,7 @@ def junk(like: Tensor) -> Tensor:
 
 def _outputs(call):
     shape = list(call.query.shape)
-    size = call.value.shape[-1]
-    if call.paged and call.value.ndim == 3:
-        size //= call.key_heads
-    shape[-1] = call.query.shape[-1] if call.layout == "BSH" else size
+    shape[-1] = call.value_size * (call.heads if call.layout == "BSH" else 1)
     rows = [call.query_rows, call.heads, 1] if call.packed else [call.batch, call.heads, call.query_rows, 1]
     return call.query.new_zeros(shape), call.query.new_zeros(rows, dtype=torch.float32)
 

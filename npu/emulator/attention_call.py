@@ -89,6 +89,12 @@ class Call:
         return self.key.shape[{"TND": 0, "BNSD": 2}.get(self.layout, 1)]
 
     @property
+    def value_size(self) -> int:
+        """D of the value."""
+        heads_are_flat = self.value.ndim == 3 and (self.paged or self.layout == "BSH")
+        return self.value.shape[-1] // self.key_heads if heads_are_flat else self.value.shape[-1]
+
+    @property
     def batch(self) -> int:
         return len(self.query_lengths) if self.packed else self.query.shape[0]
 
