@@ -73,12 +73,6 @@ def _extremes(table, slots):
 def _host(batch):
     starts, seq_lens = np.asarray(batch.query_start_loc), np.asarray(batch.seq_lens)
     slots = np.asarray(batch.slot_mapping, np.int64)
-    _, first, counts = np.unique(slots, return_index=True, return_counts=True)
-    if (twice := first[(counts > 1) & (slots[first] >= 0)]).size:
-        rows = np.flatnonzero(slots == slots[twice[0]])
-        raise ValueError(
-            f"batch.slot_mapping[{rows[1]}]={slots[rows[1]]} is already written by row {rows[0]}; every row needs its own slot"
-        )
     return Host(tuple(np.diff(starts).tolist()), tuple(seq_lens.tolist()), slots)
 
 
@@ -91,6 +85,12 @@ def _check(query_lens, seq_lens, table, slots, block_size):
             raise ValueError(f"batch.host.{name}[{row}]={lens[row]} must not be negative")
     if slots.shape != (query_lens.sum(),):
         raise ValueError(f"batch.host.slots has {slots.size} rows, but query lengths add up to {query_lens.sum()}")
+    _, first, counts = np.unique(slots, return_index=True, return_counts=True)
+    if (twice := first[(counts > 1) & (slots[first] >= 0)]).size:
+        rows = np.flatnonzero(slots == slots[twice[0]])
+        raise ValueError(
+            f"batch.slot_mapping[{rows[1]}]={slots[rows[1]]} is already written by row {rows[0]}; every row needs its own slot"
+        )
     if (long := np.flatnonzero(seq_lens > table.shape[1] * block_size)).size:
         row = int(long[0])
         raise ValueError(f"batch.seq_lens[{row}]={seq_lens[row]} is longer than {table.shape[1]} blocks of {block_size} tokens")

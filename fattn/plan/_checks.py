@@ -25,7 +25,8 @@ def integers(field: str, values, *, rank: int = 1) -> np.ndarray:
     if array.size == 0:
         return array.astype(np.int64)
     if array.dtype.kind not in "iu":
-        for index, value in np.ndenumerate(array.astype(object)):
+        # a list is read anew: as an array its integers have become what its one float is
+        for index, value in np.ndenumerate(np.array(array if hasattr(values, "dtype") else values, object)):
             if isinstance(value, bool) or not isinstance(value, Integral) or abs(value) > INT32_MAX:
                 raise ValueError(f"{_at(field, index)} = {value!r}: int32 integers would work")
     elif array.dtype.itemsize > 4 and not (-INT32_MAX <= array.min() and array.max() <= INT32_MAX):
@@ -94,8 +95,9 @@ def pages(query_lens, seq_lens, table, widths, *, block_size: int, num_blocks: i
             f"{owner[block]} in one step; a block of its own for each sequence that writes would work"
         )
     own = followed & (owner[np.where(followed, table, 0)] == np.arange(len(table))[:, None])
-    if own.sum() != len(written):
-        row = int(np.argmax(own.sum(1) > np.bincount(writers, minlength=len(table))))
+    blocks_of = np.bincount(owner[owner >= 0], minlength=len(table))
+    if (own.sum(1) != blocks_of).any():
+        row = int(np.argmax(own.sum(1) != blocks_of))
         blocks, times = np.unique(table[row][own[row]], return_counts=True)
         raise ValueError(
             f"block_table[{row}] names block {blocks[np.argmax(times)]} {times.max()} times and writes it: one slot for two tokens; "

@@ -1,0 +1,65 @@
+"""npu refuses what the other layers refuse, before an operator is launched or a cache row written."""
+
+import numpy as np
+import pytest
+import torch
+from bad_input_cases import NUMBERS, SHAPES, Layer, batch, spoiled
+
+import npu
+import npu.emulator
+from fattn.types import causal
+
+NPU = Layer(npu, torch.from_numpy, lambda tensor: tensor.numpy(), lambda batch, mask: npu.place(batch, "cpu", mask))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators():
+    torch.set_num_threads(1)
+    npu.emulator.install()
+
+
+@pytest.mark.parametrize("function", ["dense.attend", "paged.attend"])
+def test_good_input_is_taken(function):
+    NPU.call(function, {})
+
+
+@pytest.mark.parametrize("function, changes, message", SHAPES.values(), ids=SHAPES)
+def test_arguments_that_do_not_fit_together(function, changes, message):
+    with pytest.raises(ValueError, match=message):
+        NPU.call(function, changes)
+
+
+@pytest.mark.parametrize("function", ["paged.attend", "standard.attend_and_write"])
+@pytest.mark.parametrize("change, message", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_of_a_batch(function, change, message):
+    with pytest.raises(ValueError, match=message):
+        NPU.call(function, {"batch": change})
+
+
+@pytest.mark.parametrize(
+    "index, value, message",
+    [
+        (1, 9999, r"slot_mapping\[1\]\s*=\s*9999"),
+        (1, -1, r"slot_mapping\[1\]\s*=\s*-1.*null_blocks"),
+        (1, int(batch().slot_mapping[0]), "slot_mapping"),
+    ],
+    ids=["past the end", "below 0", "twice"],
+)
+def test_slots_of_a_batch(index, value, message):
+    with pytest.raises(ValueError, match=message):
+        NPU.call("standard.attend_and_write", {"batch": spoiled("slot_mapping", index, value)})
+
+
+def test_a_batch_is_placed_first():
+    raw = Layer(npu, torch.from_numpy, lambda tensor: tensor.numpy(), lambda batch, mask: batch)
+    with pytest.raises(ValueError, match="npu.place"):
+        raw.call("paged.attend", {})
+    wrong = Layer(npu, torch.from_numpy, lambda tensor: tensor.numpy(), lambda batch, mask: npu.place(batch, "cpu", causal()))
+    with pytest.raises(ValueError, match="placed for mask"):
+        wrong.call("paged.attend", {"mask": causal() & causal()})
+
+
+def test_cache_bytes_are_compared():
+    """The check that nothing was written would see a write."""
+    with pytest.raises(AssertionError, match="something was written"):
+        NPU.call("paged.write", {"slots": np.arange(5, dtype=np.int32)})
