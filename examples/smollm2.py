@@ -146,7 +146,7 @@ def main(
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     layer: Annotated[LayerName, typer.Option(help="Which package computes attention.")] = LayerName.fattn,
     tokens: Annotated[int, typer.Option(min=1, help="The longest continuation, in tokens.")] = 32,
-    then: Annotated[str, typer.Option(help="A second prompt, put after the first one and its continuation.")] = "\n\nIn other words,",
+    then: Annotated[str, typer.Option(help="A second prompt, put after the first one and its continuation.")] = " In other words,",
     cold: Annotated[bool, typer.Option("--cold", help="Forget all pages before the second prompt: nothing is reused.")] = False,
 ):
     """SmolLM2-135M-Instruct continues a prompt, then a second one that begins with all of the first."""
@@ -157,6 +157,7 @@ def main(
     session = begin(layer.value, loaded)
     print(f"{layer.value}: imported and loaded in {time.time() - began:.1f} s")
     ids: list[int] = []
+    first = None
     for number, text in enumerate((prompt, then)):
         if cold and number:
             session.prefixes.forget()
@@ -166,15 +167,15 @@ def main(
         for token in session.generate(ids, tokens=tokens, report=report, stop=loaded.architecture.end_of_text):
             written.append(token)
             print(stream.step(loaded.tokenizer, token) or "", end="", flush=True)  # None: a character's bytes are not complete
-            if not number and len(written) == 1:
-                first = time.time() - began
+            first = first or time.time() - began
         ids += written
         print(f"\n[{report}]")
     if layer is LayerName.npu:
         from examples import eager  # imports torch, which the other layer does without
 
         print(eager.distances(session, ids))
-    print(f"\nfirst token {first:.1f} s after the program's start; peak memory {_peak_memory() / 2**30:.2f} GiB")
+    waited = "no token" if first is None else f"first token {first:.1f} s after the program's start"
+    print(f"\n{waited}; peak memory {_peak_memory() / 2**30:.2f} GiB; rates include compiling")
 
 
 def _peak_memory() -> int:
