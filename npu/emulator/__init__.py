@@ -8,13 +8,13 @@ about a device's own arithmetic or speed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import io
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Literal
 
 from npu.emulator.assumptions import variant
 
@@ -23,15 +23,20 @@ __all__ = ["install", "provider", "variant"]
 _installed: list[str] = []  # what `provider` says
 
 
-def install(soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = ()) -> str:
+def install(
+    soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = (), *, device: Literal["cpu", "npu"] | None = None
+) -> str:
     """Makes `import torch_npu` work and its attention operators run on CPU tensors; returns `provider()`.
+
+    With device="npu" they run on `npu:0` tensors, too, in host memory, through the wheel's own C++ layer (`hostdev`). The first call of a
+    process chooses, for all of it; None is what the process has, at first "cpu".
 
     Prints one line that says what runs. On a host whose own NPU is available nothing is emulated. Fetches the wheel and compiles the
     stand-ins for CANN on first use. A second call declares another target or other answers ("assumption id:variant", all others as
-    believed). Raises RuntimeError that names what to install where pip, the wheel or gcc is missing, and ValueError for an unknown chip or
-    variant.
+    believed). Raises RuntimeError that names what to install where pip, the wheel or gcc is missing, RuntimeError where the process has
+    another device or its one device another chip, and ValueError for an unknown chip or variant.
     """
-    from npu.emulator import assumptions, stubs
+    from npu.emulator import assumptions, hostdev, stubs
     from npu.emulator.target import chosen
 
     target = chosen(soc, cann)
@@ -40,7 +45,9 @@ def install(soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = ()) 
         _installed.append(_device_name())
         print(f"{_installed[0]}: this host's own NPU and torch_npu run; nothing is emulated", flush=True)
     elif not _installed or provider().startswith("emulated"):
-        _emulate(target)
+        if device == "npu":
+            hostdev.check(target, installed=bool(_installed))
+        _emulate(target, on_device=device == "npu")
     return provider()
 
 
@@ -51,16 +58,18 @@ def provider() -> str:
     return _installed[0]
 
 
-@functools.cache
-def _behind_the_wheel():
+def _behind_the_wheel(target, on_device):
     """Imports the wheel and registers the kernels; once a process."""
-    from npu.emulator import stubs, wheel
+    from npu.emulator import hostdev, stubs, wheel
 
     # `import torch` must not import torch_npu by itself before the stand-ins are loaded
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     folder = wheel.installed() or wheel.fetch(wheel.fitting_version())
+    if on_device:
+        os.environ["TASK_QUEUE_ENABLE"] = "0"  # operators run in the thread that calls them
     if not stubs.real_cann():
-        stubs.preload(stubs.build(folder))
+        stand_ins = stubs.build(folder, host_device=on_device)
+        stubs.preload(stand_ins)
     importlib.import_module("torch")
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -70,15 +79,20 @@ def _behind_the_wheel():
         importlib.import_module("torch_npu")
         importlib.import_module("torch_npu.op_plugin.atb._atb_ops")  # defines torch.ops.atb
     importlib.import_module("npu.emulator.kernels").register_all()
+    if on_device:
+        hostdev.start(stand_ins, target)
 
 
-def _emulate(target):
+def _emulate(target, on_device):
+    from npu.emulator import hostdev
     from npu.emulator.target import declare
 
-    _behind_the_wheel()
+    if not _installed:
+        _behind_the_wheel(target, on_device)
     declare(target)
     name = f"emulated torch_npu {sys.modules['torch_npu'].__version__.split('+')[0]}"
     line = f"{name} ({target.chip}, CANN {target.cann}): the wheel's schemas and Meta kernels, CPU kernels from the documents, no NPU"
+    line += ", host memory as npu:0" if hostdev.started() else ""
     if [name, line] != _installed:
         print(line, flush=True)
     _installed[:] = [name, line]

@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from npu.emulator import hostdev
 from npu.emulator.wheel import cache_folder, settle
 
 MARKER = "fattn_stub_cann_marker"
@@ -42,12 +43,13 @@ def real_cann() -> bool:
     return not hasattr(library, MARKER)
 
 
-def build(wheel: Path) -> Path:
+def build(wheel: Path, *, host_device: bool = False) -> Path:
     """The folder of stand-ins for the torch_npu unpacked in `wheel`; compiled once, safe with parallel processes.
 
+    With `host_device` they are those of one device in host memory, with the library of its aclnn functions (`hostdev`).
     Raises RuntimeError that names what to install where the compiler or binutils are missing.
     """
-    folder = cache_folder() / f"stubs-{_fingerprint(wheel)}"
+    folder = cache_folder() / f"{'hostdev' if host_device else 'stubs'}-{_fingerprint(wheel, hostdev.SOURCES if host_device else ())}"
     if folder.is_dir():
         return folder
     missing = [tool for tool in ("gcc", "nm", "readelf") if shutil.which(tool) is None]
@@ -61,7 +63,7 @@ def build(wheel: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="stubs-") as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
-        _compile(made, sonames, symbols)
+        _compile(made, sonames, symbols, hostdev.sources(wheel / "torch_npu") if host_device else {})
         settle(made, folder)
     return folder
 
@@ -72,9 +74,9 @@ def preload(folder: Path) -> list[ctypes.CDLL]:
     return [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in libraries]
 
 
-def _fingerprint(wheel):
-    """Of what the stand-ins depend on: the wheel's files, torch's, and this generator."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+def _fingerprint(wheel, sources):
+    """Of what the stand-ins depend on: the wheel's files, torch's, this generator and its sources."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in (Path(__file__), *sources)))
     for path in sorted([*_wheel_libraries(wheel / "torch_npu"), *_torch_libraries()]):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
     version = wheel.name.removeprefix("torch_npu-") if wheel.name.startswith("torch_npu-") else "installed"
@@ -119,12 +121,19 @@ def _system_library(name):
     return next((path for path in (Path(folder, name) for folder in _SYSTEM_FOLDERS) if path.exists()), None)
 
 
-def _compile(folder, sonames, symbols):
+def _compile(folder, sonames, symbols, sources):
+    runtime = sources.get(_BASE, "")
+    defined = hostdev.names_defined(runtime)
     source = folder / "stubs.c"
-    source.write_text("\n".join([*map(_definition, symbols), f"int {MARKER}(void) {{ return 1; }}", ""]))
+    inert = (_definition(symbol) for symbol in symbols if symbol not in defined)
+    source.write_text("\n".join([runtime, *inert, f"int {MARKER}(void) {{ return 1; }}", ""]))
     base = folder / _BASE
     gcc = ["gcc", "-w", "-fno-builtin", "-O1", "-shared", "-fPIC"]
     _output(*gcc, f"-Wl,-soname,{_BASE}", "-o", base, source)
+    if hostdev.OPERATORS in sources:
+        source = folder / "operators.c"
+        source.write_text(sources[hostdev.OPERATORS])
+        _output(*gcc, f"-Wl,-soname,{hostdev.OPERATORS}", "-o", folder / hostdev.OPERATORS, source, base, "-Wl,-rpath,$ORIGIN")
     # All symbols live in one library, and every other depends on it.
     for name in sonames:
         if name != _BASE:

@@ -1,0 +1,81 @@
+"""What torch's own operators compute on the host-memory device: their CPU kernels, on the same bytes.
+
+They replace the wheel's kernels for this device, whose aclnn functions nothing computes. Allocation, copies, views and storage stay the
+wheel's own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from npu.emulator.acl import Library, on_bytes
+from npu.emulator.behind import operator
+
+# The wheel's own: allocation, copies and what belongs to storages and streams.
+_STAYS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_with_format", "unsafe_empty_with_format"}
+_STAYS |= {"empty_with_swapped_memory", "copy_", "_copy_from", "_copy_from_and_resize", "_to_copy", "clone", "contiguous", "copy_memory_"}
+_STAYS |= {"_lazy_clone", "resize_", "resize_as_", "set_", "is_set_to", "record_stream", "is_pinned", "pin_memory", "_pin_memory"}
+_STAYS |= {"_local_scalar_dense", "as_strided", "view", "_reshape_alias", "unfold", "detach"}
+_KEY = "PrivateUse1"
+_libraries: list[torch.library.Library] = []  # a registration lives as long as its library
+
+
+def register_all(library: Library):
+    """Puts the CPU kernel of every operator of torch, apart from those that stay the wheel's, behind the device; once a process."""
+    registered = torch.library.Library("aten", "IMPL")
+    names = {name for key in ("CPU", _KEY) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+    for name in sorted(names):
+        if name.startswith("aten::") and name.removeprefix("aten::").split(".")[0] not in _STAYS and _is_torchs(name):
+            overload = operator(name)
+            if not overload.is_view:
+                registered.impl(name.removeprefix("aten::"), functools.partial(_on_same_bytes, library, overload), _KEY)
+    _libraries.append(registered)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the device as a CPU tensor over the same bytes; a CPU tensor as it is."""
+    if tensor.device.type == "cpu":
+        return tensor
+    found = on_bytes(tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+    found = found.neg() if tensor.is_neg() else found
+    return found.conj() if tensor.is_conj() else found
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a CPU tensor in a new tensor of the device."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="npu")
+    alias(made).copy_(tensor)
+    return made
+
+
+def _is_torchs(name):
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return hasattr(torch.ops.aten, base) and (overload or "default") in getattr(torch.ops.aten, base).overloads()
+
+
+def _on_same_bytes(library, overload, *positional, **keywords):
+    library.runtime.fattn_drain(torch.npu.current_stream().npu_stream)
+    arguments = overload._schema.arguments
+    given = dict(zip([argument.name for argument in arguments], positional, strict=False)) | keywords
+    if given.get("device") is not None:
+        given["device"] = torch.device("cpu")
+    changed = [given[argument.name] for argument in arguments if argument.is_write and given.get(argument.name) is not None]
+    outs = {argument.name: given[argument.name] for argument in arguments if argument.is_out}
+    on_cpu = tree_map_only(torch.Tensor, alias, given)
+    # an output may have to change its size, which borrowed bytes cannot
+    on_cpu |= {name: out.new_empty(0, device="cpu") for name, out in outs.items()}
+    result = overload(**on_cpu)
+    for name, out in outs.items():
+        if out.shape != on_cpu[name].shape:
+            out.resize_(on_cpu[name].shape)
+        alias(out).copy_(on_cpu[name])
+    if not changed:
+        made = tree_map_only(torch.Tensor, to_device, result)
+        library.wrote([made] if isinstance(made, torch.Tensor) else [leaf for leaf in made or () if isinstance(leaf, torch.Tensor)])
+        return made
+    library.wrote([tensor for tensor in changed if isinstance(tensor, torch.Tensor)])
+    returned = len(overload._schema.returns)
+    return None if returned == 0 else changed[0] if returned == 1 else tuple(changed)
