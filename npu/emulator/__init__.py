@@ -23,9 +23,7 @@ __all__ = ["install", "provider", "variant"]
 _installed: list[str] = []  # what `provider` says
 
 
-def install(
-    soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = (), *, device: Literal["cpu", "npu"] | None = None
-) -> str:
+def install(soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = (), *, device: Literal["cpu", "npu"] | None = None) -> str:
     """Makes `import torch_npu` work and its attention operators run on CPU tensors; returns `provider()`.
 
     With device="npu" they run on `npu:0` tensors, too, in host memory, through the wheel's own C++ layer (`hostdev`). The first call of a

@@ -155,6 +155,13 @@ TABLE = (
         {"input": "every product and sum is rounded to the input's dtype"},
     ),
 )
+# Variants under which `npu` gives other results or is refused: on a device that answers so, do not use what the reason names.
+DEPENDED_ON = {
+    "padded-query-alignment:tensor": "padded queries (head sizes other than 128 and 192, several queries) with causal or window masks",
+    "page-tail-arithmetic:multiplied": "caches whose unwritten rows hold NaN or infinity; `paged.allocate` fills them with zeros",
+    "shared-pages:no": "batches whose sequences share so many pages that there are fewer than their counts add up to",
+    "tnd-one-query-band:each": "windows over batches that mix one query and several",
+}
 _BY_ID = {assumption.id: assumption for assumption in TABLE}
 _chosen: dict[str, str] = {}
 
