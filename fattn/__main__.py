@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated
 
 import typer
@@ -18,7 +19,7 @@ def _commands():
 
 @app.command()
 def conform(
-    package: Annotated[str, typer.Argument(help="fattn, npu, or a package of your own with the same names and ARRAYS = 'jax', 'torch' or 'numpy'")],
+    package: Annotated[str, typer.Argument(help="fattn, npu, or one of your own with the same names and ARRAYS = 'jax', 'torch', 'numpy'")],
     op: Annotated[list[str] | None, typer.Option(help="a module or module.function; may be repeated")] = None,
     examples: Annotated[int, typer.Option(min=1, help="decisive examples an operation")] = 100,
     seed: Annotated[int, typer.Option(help="what all cases follow from")] = 0,
@@ -26,6 +27,8 @@ def conform(
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results as JSON")] = None,
 ):
     """Holds PACKAGE to the oracle and the laws: a row per operation and check. Exit 0: nothing failed, 1: something did, 2: bad usage."""
+    # many small products: threads cost more than they bring
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from fattn.conformance import kit, report, results, targets
     from fattn.conformance.operations import OPERATIONS
 

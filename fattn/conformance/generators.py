@@ -24,7 +24,7 @@ def rows(generator: str, rng: np.random.Generator, queries, keys, sizes, dtype):
         case "flat":
             q *= 1e-3
         case "tied":
-            k = k[rng.integers(0, 3, keys)] if keys else k
+            k = k[rng.integers(0, min(3, keys), keys)] if keys else k
         case "one-hot":
             q, k = (np.eye(d)[rng.integers(0, min(d, 8), x.shape[:2])] * 3 for x in (q, k))
         case "huge":

@@ -9,7 +9,14 @@ from dataclasses import replace
 from fattn.conformance.cases import Case, numbers
 from fattn.conformance.operations.base import Operation
 
-PLAIN = {"mask": ("full", "causal"), "softcap": (None,), "bias": (None,), "slopes": (None,), "sinks": (None,), "positions": ("range", "array")}
+SIMPLE = {
+    "heads": ("1/1", "2/1"),
+    "sizes": ("1/1", "2/2", "4/4", "16/16"),
+    "mask": ("full", "causal"),
+    "positions": ("range", "array"),
+    "layout": ("pbhd",),
+    **dict.fromkeys(("softcap", "bias", "slopes", "sinks", "biases"), (None,)),
+}
 
 
 def minimise(operation: Operation, case: Case, fails: Callable[[Case], bool], *, seconds: float = 10.0) -> Case:
@@ -37,11 +44,12 @@ def steps(operation: Operation, case: Case) -> Iterator[Case]:
         lengths = case.lengths[0] if case.lengths else (queries, keys)
         if tuple(lengths) != (queries, keys):
             yield _resized(case, *lengths)
-        for t, s in ((1, 1), (1, keys), (queries, 1), (-(-queries // 2), keys), (queries, -(-keys // 2)), (queries - 1, keys), (queries, keys - 1)):
+        halves = ((-(-queries // 2), keys), (queries, -(-keys // 2)))
+        for t, s in ((1, 1), (1, keys), (queries, 1), *halves, (queries - 1, keys), (queries, keys - 1)):
             if t > 0 and s > 0 and (t, s) != (queries, keys):
                 yield _resized(case, t, s)
     yield from _fewer_sequences(case)
-    for name, simple in {"heads": ("1/1", "2/1"), "sizes": ("1/1", "2/2", "4/4", "16/16"), **PLAIN}.items():
+    for name, simple in SIMPLE.items():
         if name in names:
             choices = simple[: simple.index(case[name])] if case[name] in simple else simple
             for value in choices:

@@ -22,7 +22,8 @@ class Expected(NamedTuple):
 
 def expected(operation: Operation, call: Call, precision: Precision) -> Expected:
     """What the reference says. Errors that it raises for the call are the caller's."""
-    return split(operation.invoke(partial(function, precision=precision), call))
+    found = split(operation.invoke(partial(function, precision=precision), call))
+    return Expected(operation.settled(call, found.value), None if found.bound is None else operation.settled(call, found.bound))
 
 
 def function(name: str, *, precision: Precision) -> Callable:

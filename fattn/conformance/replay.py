@@ -43,7 +43,8 @@ def load(path: str) -> Saved:
         about = json.loads(str(file["about"]))
         arrays = {name: file[name] for name in file if name != "about"}
     case = Case.from_json(about["case"])
-    made = {f"argument{name}": bits(a) if a.dtype.name == "bfloat16" else a for name, a in leaves(OPERATIONS[case.operation].build(case).arguments)}
+    call = OPERATIONS[case.operation].build(case)
+    made = {f"argument{name}": bits(array) if array.dtype.name == "bfloat16" else array for name, array in leaves(call.arguments)}
     changed = [name for name, array in arrays.items() if name not in made or bits(made[name]).tobytes() != bits(array).tobytes()]
     if changed:
         raise ValueError(f"{path} was saved by another version of the generators: {case} now makes other {', '.join(changed)}")

@@ -13,7 +13,10 @@ from fattn.conformance.results import Result, headline
 STYLES = {"passed": "green", "refused": "yellow", "failed": "bold red", "absent": "dim", "unreached": "dim"}
 
 
-def with_progress(console: Console, names: list[str], examples: int, work: Callable[[str, Callable[[], None]], list[Result]]) -> list[Result]:
+Work = Callable[[str, Callable[[], None]], list[Result]]
+
+
+def with_progress(console: Console, names: list[str], examples: int, work: Work) -> list[Result]:
     """work(name, advance) for every name, under a live bar."""
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = []
@@ -58,4 +61,5 @@ def _features(table, operation, features):
     core = sum(feature.core for feature in features)
     optional = f", {len(features) - core} optional" if core < len(features) else ""
     least = min(feature.decisive for feature in features)
-    table.add_row(operation, "features", "[green]passed[/]", "", "", "", f"{core} required{optional}; each in at least {least} decisive examples")
+    said = f"{core} required{optional}; each in at least {least} decisive examples"
+    table.add_row(operation, "features", "[green]passed[/]", "", "", "", said)

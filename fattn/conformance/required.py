@@ -22,9 +22,8 @@ OPTIONAL_ON_NPU: Mapping[str, Features] = {
 def required(package: str, operation: str) -> Features:
     """The features of `operation` that `package` may not refuse. The definitions, and any package that is not `npu`, refuse nothing."""
     left_out = OPTIONAL_ON_NPU.get(operation, {}) if package == "npu" else {}
-    return {
-        name: tuple(value for value in values if value not in left_out.get(name, ())) for name, values in OPERATIONS[operation].options.items()
-    }
+    options = OPERATIONS[operation].options
+    return {name: tuple(value for value in values if value not in left_out.get(name, ())) for name, values in options.items()}
 
 
 def alternatives(package: str, case: Case) -> list[Case]:

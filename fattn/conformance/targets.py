@@ -31,9 +31,10 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Target:
-    """An implementation under test. `get("dense.attend")` is its function, or None where it has none.
+    """An implementation under test. `get("dense.attend")` is its function, or None.
 
-    `precision(dtype)` is what it declares of its arithmetic; `refusal(call)` predicts what it raises Unsupported for (None: it does not say).
+    `precision(dtype)` is what it declares of its arithmetic; `refusal(call)` predicts what it raises Unsupported for (None: it does
+    not say).
     `place` puts a planned batch on its device. `finite_hidden`: keys that no query's mask shows must hold finite numbers.
     """
 
@@ -70,7 +71,9 @@ class Target:
 
     def run(self, operation: Operation, call: Call, *, strided: bool = False):
         """The result of a call, as NumPy arrays in the types of the target."""
-        return self.to_numpy(operation.invoke(self.function, self.convert(operation, call, strided=strided)))
+        given = self.convert(operation, call, strided=strided)
+        with np.errstate(all="ignore"):  # NumPy would warn of the NaNs that unread places hold
+            return operation.settled(call, self.to_numpy(operation.invoke(self.function, given)))
 
     def convert(self, operation: Operation, call: Call, *, strided: bool = False) -> Call:
         """The call in the target's own arrays, dtypes, types and placed batches."""
@@ -82,7 +85,7 @@ class Target:
 
     def to_numpy(self, result):
         """A result of the target as NumPy arrays."""
-        return rebuild(result, self.arrays.to_numpy)
+        return rebuild(result, lambda array: array if isinstance(array, np.ndarray) else self.arrays.to_numpy(array))
 
     def _argument(self, value, change, mask):
         if isinstance(value, Batch):

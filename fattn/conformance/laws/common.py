@@ -40,18 +40,13 @@ def unchanged(trial: Trial) -> None:
 
 def poison(trial: Trial) -> bool | None:
     """What stands in places that no query may read changes no bit: NaN, +Inf and two finite numbers are tried."""
-    tried = False
-    clean = trial.operation.unused(trial.call, 0.0, 0.0)
-    if clean is None:
+    if trial.operation.unused(trial.call, 0.0, 0.0) is None:
         return False
-    wanted = trial.run(clean)
+    wanted = _read(trial.got)
     for index, fill in enumerate(FILLS):
         hidden = FILLS[2 + index % 2] if trial.target.finite_hidden else fill
         poisoned = trial.operation.unused(trial.call, fill, hidden)
-        compare.identical(trial.run(poisoned), wanted, label=f"result with {fill} in unread places")
-        tried = True
-    trial.agrees(wanted, label="result with zeros in unread places")
-    return tried
+        compare.identical(_read(trial.run(poisoned)), wanted, label=f"result with {fill} in unread places")
 
 
 def arguments(trial: Trial) -> bool | None:
@@ -69,6 +64,11 @@ def options(trial: Trial) -> bool | None:
 def valid(call) -> bool:
     """Whether a flipped call could have been written: some masks of the flips cannot be constructed."""
     return "=-" not in repr(call.static.get("mask"))
+
+
+def _read(result):
+    """The result without a returned cache, which keeps what was put in its unread places."""
+    return result[0] if isinstance(result, tuple) and isinstance(result[-1], Pages) else result
 
 
 def _follows(trial, flips):

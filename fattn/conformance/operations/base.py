@@ -10,7 +10,7 @@ import numpy as np
 
 from fattn.conformance.calls import Call
 from fattn.conformance.cases import Case, Scalar
-from fattn.types import And, Causal, Chunk, Mask, Or, Same, Tree, Window, full
+from fattn.types import And, Causal, Chunk, Full, Mask, Or, Same, Tree, Window, full
 
 Flips = Iterator[tuple[str, Call]]
 Lengths = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -28,7 +28,8 @@ class Operation:
     `options` are the columns of its covering array: every value of every option is a feature. `build` makes a call from a case and nothing
     else. `lengths` gives, for a row of options, the (query length, key length) choices of each sequence. `flips` names each decision that
     a call depends on, with the call in which it is taken the other way. `plant` gives edits that make a decision visible.
-    `results` says which dtype each array of the result has: "float32", "accumulator" (the Partial's out) or "input".
+    `results` says which dtype each array of the result has: "float32", "accumulator" (the Partial's out) or "input". `settled` blanks what
+    a result may hold anything in. `places` is the mask under which an engine would place the call's batch.
     """
 
     name: str
@@ -43,16 +44,20 @@ class Operation:
     unused: Callable[[Call, float, float], Call | None] = lambda call, fill, hidden: None
     invoke: Callable[[Callable[[str], Callable], Call], Any] = directly
     places: Callable[[Call], Mask | None] = lambda call: None
+    settled: Callable[[Call, Any], Any] = lambda call, result: result
 
 
 def near(size: int) -> tuple[int, ...]:
     """Lengths worth trying up to `size`: all of it first, the lengths just below (where blocks end), half, one and none."""
-    return tuple(dict.fromkeys(n for n in (size, size - 1, size - 2, size - 3, size // 2, 1, 0) if n >= 0))
+    usual = (size, size - 1, size - 2, size - 3, size // 2, size // 3)
+    return (*(max(n, 1) for n in (*usual, *usual)), 1, 0)
 
 
 def mask_flips(mask: Mask) -> Iterator[tuple[str, Mask]]:
     """The mask with one of its decisions taken the other way: each edge moved by one, each label ignored, "and" for "or"."""
     match mask:
+        case Full():
+            yield "full hides what comes later", Causal()
         case Causal():
             yield "causal sees one more", Window(None, 1)
             yield "causal hides the diagonal", Window(None, -1)

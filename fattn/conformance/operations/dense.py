@@ -82,7 +82,7 @@ def flips(call: Call) -> Flips:
     for name in ("k", "v"):
         yield from rolled(call, name, axis=1)
         yield from rolled(call, name)
-    yield "q_pos + 1", call.change(q_pos=_moved(call.arguments["q_pos"]))
+    yield "q_pos + 1", call.change(q_pos=moved(call.arguments["q_pos"]))
 
 
 def plant(case: Case, call: Call, weak: list[Call]) -> tuple[str, ...]:
@@ -127,13 +127,15 @@ def _bias(case, rng, h, queries, keys, q_pos, k_pos):
     return bias.astype(dtype_of(case["dtype"]))
 
 
-def _moved(side):
+def moved(side):
+    """Positions one later, padding apart."""
     if isinstance(side, Tokens):
-        return Tokens(_moved(side.pos), side.labels)
+        return Tokens(moved(side.pos), side.labels)
     return Range(side.start + 1, side.size) if isinstance(side, Range) else np.where(side < 0, side, side + 1).astype(side.dtype)
 
 
-def _lengths(case: Case):
+def lengths(case: Case):
+    """Choices of (query length, key length) under the padded shape."""
     queries, keys = numbers(case["shape"])
     return ((near(queries), near(keys)),)
 
@@ -144,7 +146,7 @@ ATTEND = Operation(
     build,
     flips,
     results=lambda case: {".out": "accumulator", ".lse": "float32"},
-    lengths=_lengths,
+    lengths=lengths,
     generators=generators.GENERATORS,
     plant=plant,
     unused=unused,
@@ -161,8 +163,8 @@ def _alibi(case: Case) -> Call:
 def _alibi_flips(call: Call) -> Flips:
     yield from rolled(call, "slopes")
     yield "sign", call.change(slopes=-call.arguments["slopes"])
-    yield "q_pos + 1", call.change(q_pos=_moved(call.arguments["q_pos"]))
-    yield "k_pos + 1", call.change(k_pos=_moved(call.arguments["k_pos"]))
+    yield "q_pos + 1", call.change(q_pos=moved(call.arguments["q_pos"]))
+    yield "k_pos + 1", call.change(k_pos=moved(call.arguments["k_pos"]))
 
 
 ALIBI = Operation(
@@ -171,14 +173,20 @@ ALIBI = Operation(
     _alibi,
     _alibi_flips,
     results=lambda case: {"": "float32"},
-    lengths=_lengths,
+    lengths=lengths,
 )
+
+
+def _slopes(case: Case) -> Call:
+    rng = case.rng()
+    heads = 2 ** int(rng.integers(0, 8)) if case["heads"] == "power of two" else int(rng.integers(3, 256))
+    return Call("dense.alibi_slopes", {"heads": heads}, {})
 
 
 ALIBI_SLOPES = Operation(
     "dense.alibi_slopes",
-    {"heads": tuple(range(1, 121))},
-    lambda case: Call("dense.alibi_slopes", {"heads": case["heads"]}, {}),
-    lambda call: iter([("one head more", call.change(heads=2 * call.arguments["heads"]))]),
+    {"heads": ("power of two", "any")},
+    _slopes,
+    lambda call: iter([("twice the heads", call.change(heads=2 * call.arguments["heads"]))]),
     results=lambda case: {"": "float32"},
 )
