@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -45,8 +46,7 @@ def finish(partial: Partial, sink: Float[Array, "h"] | None = None, *, dtype) ->
     partial = _cleaned(partial)
     sink = sink.astype(partial.lse.dtype)
     some = (partial.lse > -jnp.inf) & (sink < jnp.inf)
-    # the sigmoid of a difference that is finite wherever it is read
-    share = 1 / (1 + jnp.exp(jnp.where(some, sink, 0) - jnp.where(some, partial.lse, 0)))
+    share = jax.nn.sigmoid(jnp.where(some, partial.lse, 0) - jnp.where(some, sink, 0))  # of a difference that is never inf - inf
     return (jnp.where(some, share, 0)[..., None] * partial.out).astype(dtype)
 
 
