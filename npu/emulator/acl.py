@@ -9,9 +9,10 @@ import contextlib
 import ctypes
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from ctypes import CFUNCTYPE, POINTER, c_bool, c_char, c_char_p, c_double, c_int64, c_long, c_uint64, c_void_p
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from ctypes import CFUNCTYPE, POINTER, c_bool, c_char, c_char_p, c_double, c_int64, c_long, c_size_t, c_uint64, c_void_p
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -67,7 +68,24 @@ def text(value: bytes | None) -> str | None:
 TENSOR, LIST, INTEGERS = (c_void_p, tensor), (c_void_p, only), (c_void_p, integers)
 INTEGER, REAL, FLAG, TEXT = (c_int64, int), (c_double, float), (c_bool, bool), (c_char_p, text)
 
-_FIRST_PHASE, _ON_TOKEN = "GetWorkspaceSize", CFUNCTYPE(c_long, c_void_p)
+_FIRST_PHASE, _LARGEST = "GetWorkspaceSize", "GetMaxWorkspaceSize"
+_ON_TOKEN = CFUNCTYPE(c_long, c_void_p)
+
+
+def _no_workspace(arguments: dict) -> int:
+    return 0
+
+
+class Function(NamedTuple):
+    """What an aclnn function computes: a kernel of its arguments by name, in the order of its prototype, and which of them it writes.
+
+    `workspace` says how many bytes of scratch memory a call asks its caller for.
+    """
+
+    prototype: Mapping[str, tuple]
+    kernel: Callable[[dict], None]
+    outputs: Sequence[str]
+    workspace: Callable[[dict], int] = _no_workspace
 
 
 class Library:
@@ -81,46 +99,72 @@ class Library:
         self._counts = (c_uint64 * len(names)).from_address(self._operators.fattn_call_counts())
         self._bound = (c_void_p * len(names)).from_address(self._operators.fattn_bindings())
         self.runtime.fattn_collect.argtypes = [c_void_p, _ON_TOKEN, c_void_p]
-        self.runtime.fattn_wrote.argtypes = [c_void_p, ctypes.c_size_t]
+        self.runtime.fattn_wrote.argtypes, self.runtime.fattn_races.argtypes = [c_void_p, c_size_t], [c_void_p, c_void_p, c_size_t]
+        self.runtime.aclGetRecentErrMsg.restype = c_char_p
         for function in (self.runtime.fattn_is_side, self.runtime.fattn_drain, self.runtime.fattn_default_stream):
             function.argtypes = [c_void_p]
         self._pending, self._tokens = {}, itertools.count(1)
         self._run_token = _ON_TOKEN(self._run)
         self._kept = []  # a ctypes callback lives as long as it can be called
 
-    def bind(self, name: str, prototype: Mapping[str, tuple], kernel: Callable[[dict], None], outputs: Sequence[str]):
-        """Makes the function `name` compute `kernel`(arguments by name); `outputs` are the arguments that it writes."""
+    def bind(self, name: str, function: Function):
+        """Makes the entry point `name` compute `function`; and NameGetMaxWorkspaceSize tell its workspace, where the library has that."""
+        kinds = [kind for kind, _ in function.prototype.values()]
+        takes = CFUNCTYPE(c_long, *kinds, POINTER(c_uint64), POINTER(c_void_p))
+
+        def measure(*given):
+            values = zip(function.prototype.items(), given[:-2], strict=True)
+            arguments = {argument: read(value) for (argument, (_, read)), value in values}
+            given[-2].contents.value = function.workspace(arguments)
+            return arguments
 
         def take(*given):
-            values = zip(prototype.items(), given[:-2], strict=True)
-            arguments = {argument: read(value) for (argument, (_, read)), value in values}
-            token = next(self._tokens)
-            self._pending[token] = (kernel, arguments, [arguments[output] for output in outputs if output in arguments])
-            given[-2].contents.value, given[-1].contents.value = 0, token
+            given[-1].contents.value = token = next(self._tokens)
+            self._pending[token] = (function, measure(*given))
 
         def run(workspace, size, token, stream):
-            if self.runtime.fattn_is_side(stream):
+            _, arguments = self._pending[token]
+            if size < function.workspace(arguments):
+                return self._checked(_too_small)(size, function.workspace(arguments))
+            if self.is_side(stream):
+                if self.races(stream, arguments.values()):
+                    return _FAILED
                 self.runtime.fattn_collect(stream, self._run_token, token)
                 return 0
-            written = self._pending[token][2]
             status = self._run(token)
-            self.wrote(written)
+            self.wrote([arguments[output] for output in function.outputs])
             return status
 
-        kinds = [kind for kind, _ in prototype.values()]
-        self._set(name + _FIRST_PHASE, CFUNCTYPE(c_long, *kinds, POINTER(c_uint64), POINTER(c_void_p))(self._checked(take)))
+        self._set(name + _FIRST_PHASE, takes(self._checked(take)))
         self._set(name, CFUNCTYPE(c_long, c_void_p, c_uint64, c_void_p, c_void_p)(run))
+        if name + _LARGEST in self.names:
+            self._set(name + _LARGEST, takes(self._checked(measure)))
 
-    def wrote(self, tensors: Sequence[torch.Tensor | None]):
-        """Notes what the default stream wrote: see hostdev.c on waits in the other direction."""
-        for written in tensors:
-            if written is not None and written.numel():
-                size = 1 + sum((n - 1) * step for n, step in zip(written.shape, written.stride(), strict=True))
-                self.runtime.fattn_wrote(written.data_ptr(), size * written.element_size())
+    def is_side(self, stream: int) -> bool:
+        """Whether a stream, given by its address, is another than the default one."""
+        return bool(self.runtime.fattn_is_side(stream))
+
+    def wrote(self, values: Iterable):
+        """Notes which tensors among `values` the default stream wrote: see hostdev.c on waits."""
+        for written in _with_bytes(values):
+            self.runtime.fattn_wrote(*_span(written))
+
+    def races(self, stream: int, values: Iterable) -> bool:
+        """Whether a side stream that works on the tensors among `values` meets what the default stream wrote, and it did not wait for."""
+        return any(self.runtime.fattn_races(stream, *_span(tensor)) for tensor in _with_bytes(values))
+
+    def message(self) -> str:
+        """What was last said of an error."""
+        return (self.runtime.aclGetRecentErrMsg() or b"").decode()
+
+    def waiting(self) -> int:
+        """How many pieces of work side streams have collected, and nothing has waited for."""
+        return self.runtime.fattn_waiting()
 
     def calls(self) -> Counter:
         """How often each function was called since the process began, by name; of the two phases, the one that runs."""
-        return Counter({name: n for name, n in zip(self.names, self._counts, strict=True) if n and not name.endswith(_FIRST_PHASE)})
+        counted = zip(self.names, self._counts, strict=True)
+        return Counter({name: count for name, count in counted if count and not name.endswith((_FIRST_PHASE, _LARGEST))})
 
     @contextlib.contextmanager
     def accepting_everything(self) -> Iterator[None]:
@@ -140,8 +184,8 @@ class Library:
         self._bound[self.names.index(name)] = ctypes.cast(callback, c_void_p).value
 
     def _run(self, token):
-        kernel, arguments, _ = self._pending.pop(token)
-        return self._checked(kernel)(arguments)
+        function, arguments = self._pending.pop(token)
+        return self._checked(function.kernel)(dict(arguments))
 
     def _checked(self, function):
         def call(*given):
@@ -155,3 +199,17 @@ class Library:
             return 0
 
         return call
+
+
+def _too_small(size, needed):
+    raise ValueError(f"the workspace has {size} bytes, and the call needs {needed}")
+
+
+def _with_bytes(values):
+    return (value for value in values if isinstance(value, torch.Tensor) and value.numel())
+
+
+def _span(tensor):
+    """Where a tensor's bytes begin, and how many lie up to its last one."""
+    elements = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), elements * tensor.element_size()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from npu.emulator.acl import Library, on_bytes
 from npu.emulator.behind import operator
@@ -57,7 +57,12 @@ def _is_torchs(name):
 
 
 def _on_same_bytes(library, overload, *positional, **keywords):
-    library.runtime.fattn_drain(torch.npu.current_stream().npu_stream)
+    stream = torch.npu.current_stream().npu_stream
+    side = library.is_side(stream)
+    if side:
+        library.runtime.fattn_drain(stream)
+        if library.races(stream, tree_leaves((positional, keywords))):
+            raise RuntimeError(f"{overload.name()}: {library.message()}")
     arguments = overload._schema.arguments
     given = dict(zip([argument.name for argument in arguments], positional, strict=False)) | keywords
     if given.get("device") is not None:
@@ -73,9 +78,11 @@ def _on_same_bytes(library, overload, *positional, **keywords):
             out.resize_(on_cpu[name].shape)
         alias(out).copy_(on_cpu[name])
     if not changed:
-        made = tree_map_only(torch.Tensor, to_device, result)
-        library.wrote([made] if isinstance(made, torch.Tensor) else [leaf for leaf in made or () if isinstance(leaf, torch.Tensor)])
-        return made
-    library.wrote([tensor for tensor in changed if isinstance(tensor, torch.Tensor)])
-    returned = len(overload._schema.returns)
-    return None if returned == 0 else changed[0] if returned == 1 else tuple(changed)
+        result = tree_map_only(torch.Tensor, to_device, result)
+    elif len(overload._schema.returns) == 1:
+        result = changed[0]
+    else:
+        result = tuple(changed) if overload._schema.returns else None
+    if not side:
+        library.wrote(tree_leaves(changed or result))
+    return result

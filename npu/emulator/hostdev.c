@@ -2,8 +2,8 @@
  * collects its work, in order. Collected work takes effect where something waits for it: an event that was recorded after it, or a
  * synchronisation of its stream, of the device or by the host. So code that forgets to wait sees the old bytes, each time.
  *
- * The other direction is checked, not imitated: a copy on a side stream that reads or overwrites what the default stream wrote after that
- * side stream (or the host) last waited for the default stream is an error, with the addresses in its message.
+ * The other direction is checked, not imitated: work on a side stream that reads or overwrites what the default stream wrote after that
+ * side stream (or the host) last waited for the default stream is an error.
  *
  * This file moves bytes and answers queries. It computes nothing. */
 #include <stdint.h>
@@ -53,12 +53,18 @@ void fattn_wrote(const void *at, size_t size) {
     writes[written++ % WRITES].size = size;
 }
 
-static int unseen(Stream *s, const char *at, size_t size) {
+/* Whether a side stream that works on these bytes would meet a write that it did not wait for; then says so in the message. */
+int fattn_races(void *side, const char *at, size_t size) {
+    Stream *s = side;
     uint64_t from = s->seen > host_seen ? s->seen : host_seen;
     if (written > WRITES && from < written - WRITES) from = written - WRITES;
     for (uint64_t n = from; n < written; n++) {
         const char *other = writes[n % WRITES].at;
-        if (other < at + size && at < other + writes[n % WRITES].size) return 1;
+        if (other < at + size && at < other + writes[n % WRITES].size) {
+            snprintf(message, sizeof message, "work on a side stream meets bytes that the default stream wrote (%zu at %p), and neither that "
+                     "stream nor the host waited for the default stream since: record an event there and wait for it", size, at);
+            return 1;
+        }
     }
     return 0;
 }
@@ -211,11 +217,7 @@ long aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int kind)
 }
 long aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size, int kind, void *s) {
     if (size > room) return TOO_SMALL;
-    if (!at_once(s) && (unseen(s, from, size) || unseen(s, to, size))) {
-        snprintf(message, sizeof message, "a copy of %zu bytes from %p to %p on a side stream meets bytes that the default stream wrote, and "
-                 "neither that stream nor the host waited for the default stream since: record an event there and wait for it", size, from, to);
-        return RACE;
-    }
+    if (!at_once(s) && (fattn_races(s, from, size) || fattn_races(s, to, size))) return RACE;
     const char *host = kind == HOST_TO_DEVICE ? from : kind == DEVICE_TO_HOST ? to : 0;
     if (at_once(s) || (host && !is_pinned(host))) { /* the copy of memory that is not pinned is a synchronous one */
         long status = at_once(s) ? 0 : drain(s, 0, 0);
@@ -243,7 +245,13 @@ long aclrtSetDevice(int chosen) { device = chosen; return 0; }
 long aclrtGetDevice(int *chosen) { if (device < 0) return NO_CONTEXT; *chosen = device; return 0; }
 long aclrtResetDevice(int chosen) { return drain_all(); }
 const char *aclrtGetSocName(void) { return soc; }
-const char *aclGetRecentErrMsg(void) { return message[0] ? message : NULL; }
+const char *aclGetRecentErrMsg(void) { /* once */
+    static char told[sizeof message];
+    if (!message[0]) return NULL;
+    strcpy(told, message);
+    message[0] = 0;
+    return told;
+}
 long aclrtGetCurrentContext(void **current) { *current = &context; return 0; }
 long aclrtGetDeviceCapability(int chosen, int kind, long *value) { *value = 0; return 0; }
 long aclGetCompileoptSize(int option) { return 16; }
@@ -262,4 +270,4 @@ SUCCEEDS(aclInit) SUCCEEDS(aclFinalize) SUCCEEDS(aclAppLog) SUCCEEDS(aclSetCompi
 SUCCEEDS(aclmdlInitDump) SUCCEEDS(aclmdlFinalizeDump) SUCCEEDS(aclmdlSetDump)
 SUCCEEDS(aclrtSetCurrentContext) SUCCEEDS(aclrtProcessReport)
 SUCCEEDS(aclrtSetDeviceSatMode) SUCCEEDS(aclrtSetOpExecuteTimeOut)
-SUCCEEDS(MsprofRegisterCallback) SUCCEEDS(HcclSetConfig)
+SUCCEEDS(MsprofRegisterCallback) SUCCEEDS(HcclSetConfig) SUCCEEDS(aclDestroyAclOpExecutor)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from npu.emulator.target import Target
 
 OPERATORS = "libopapi.so"
+OPENED_LATER = ("libnnopbase.so",)  # what the wheel opens by name in some calls
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("hostdev.c", "opapi_prelude.c", "hostdev.py"))
 CHIPS = {"a2": "Ascend910B1", "a3": "Ascend910_9391"}
 _MACHINES = ("x86_64", "AMD64")
@@ -53,8 +54,8 @@ def start(stand_ins: Path, target: Target):
     from npu.emulator.acl import Library
 
     library = Library(stand_ins, entry_points((stand_ins / "operators.c").read_text()))
-    for name, kernel in aclnn.KERNELS.items():
-        library.bind(name, aclnn.PROTOTYPES[name], kernel, aclnn.OUTPUTS)
+    for name, function in aclnn.FUNCTIONS.items():
+        library.bind(name, function)
     library.runtime.fattn_declare(CHIPS[target.soc].encode(), target.cann.encode())
     aten.register_all(library)
     library.runtime.fattn_default_stream(torch.npu.default_stream().npu_stream)

@@ -63,7 +63,8 @@ def build(wheel: Path, *, host_device: bool = False) -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="stubs-") as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
-        _compile(made, sonames, symbols, hostdev.sources(wheel / "torch_npu") if host_device else {})
+        sources = hostdev.sources(wheel / "torch_npu") if host_device else {}
+        _compile(made, [*sonames, *hostdev.OPENED_LATER] if host_device else sonames, symbols, sources)
         settle(made, folder)
     return folder
 
