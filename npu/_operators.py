@@ -15,28 +15,27 @@ HOW = (
 )
 
 
-@functools.cache
 def attention(device: str):
     """npu_fused_infer_attention_score for tensors on a device of this type. Raises RuntimeError that says how to make it run."""
-    return _operator("npu", "npu_fused_infer_attention_score", device)
+    _demand("npu", "npu_fused_infer_attention_score", device)
+    return torch.ops.npu.npu_fused_infer_attention_score.default
 
 
-@functools.cache
 def rotary(device: str):
     """npu_rotary_mul, as `attention`."""
-    return _operator("npu", "npu_rotary_mul", device)
+    _demand("npu", "npu_rotary_mul", device)
+    return torch.ops.npu.npu_rotary_mul.default
 
 
-@functools.cache
 def scatter(device: str):
     """The cache write, as `attention`: a function of (k, v, k_cache, v_cache, slots) with caches [p b hk d].
 
     npu_scatter_pa_kv_cache where its schema lets the caller say that the cache is not tiled (its default is PA_NZ), else ATB's operator.
     """
-    write = _operator("npu", "npu_scatter_pa_kv_cache", device)
-    if "cache_mode" in {argument.name for argument in write._schema.arguments}:
-        return functools.partial(write, cache_mode="Norm")
-    return _operator("atb", "_npu_reshape_and_cache", device)
+    if "cache_mode" in _demand("npu", "npu_scatter_pa_kv_cache", device).split():
+        return functools.partial(torch.ops.npu.npu_scatter_pa_kv_cache.default, cache_mode="Norm")
+    _demand("atb", "_npu_reshape_and_cache", device)
+    return torch.ops.atb._npu_reshape_and_cache.default
 
 
 def nothing(q: torch.Tensor, value_size: int) -> Partial:
@@ -44,7 +43,15 @@ def nothing(q: torch.Tensor, value_size: int) -> Partial:
     return Partial(q.new_zeros((*q.shape[:2], value_size)), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32))
 
 
-def _operator(namespace, name, device):
+# torch.compile takes the result and does not look inside: it cannot trace an import.
+@torch.compiler.assume_constant_result
+def _demand(namespace, name, device):
+    """The names of an operator's arguments, joined. Raises RuntimeError that says what to do where it cannot run."""
+    return _arguments(namespace, name, device)
+
+
+@functools.cache
+def _arguments(namespace, name, device):
     _import_torch_npu()
     try:
         operator = getattr(getattr(torch.ops, namespace), name).default
@@ -54,7 +61,7 @@ def _operator(namespace, name, device):
         ) from None
     if device == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
         raise RuntimeError(f"{namespace}::{name} runs on an NPU, and the tensors are on the CPU. {HOW}")
-    return operator
+    return " ".join(argument.name for argument in operator._schema.arguments)
 
 
 def _import_torch_npu():
