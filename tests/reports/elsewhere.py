@@ -15,13 +15,20 @@ class Elsewhere(NamedTuple):
 
 
 ELSEWHERE = (
-    Elsewhere("B42", "all", "moving blocks between device and host is the offloaded cache; no module here copies blocks", "sparse attention (offload)"),
+    Elsewhere(
+        "B42",
+        "all",
+        "moving blocks between device and host is the offloaded cache; no module here copies blocks",
+        "sparse attention (offload)",
+    ),
     Elsewhere("B44", "all", "which rank holds which key head is a layout of a sharded cache", "sharding (handoff)"),
     Elsewhere("B45", "all", "caches here hold the numbers themselves; scales belong to quantised formats", "number formats of caches"),
     Elsewhere("B04", "sink-inclusive merging over ranks", "ranks are sharding's", "sharding"),
     Elsewhere("B29", "gradient partials of a ring", "rings are sharding's; merging 8 partials is tested here", "sharding"),
     Elsewhere("B36", "slots of rows gathered over ranks", "gathering rows over ranks is sharding's", "sharding (prefill)"),
-    Elsewhere("B37", "ownership of blocks with interleave 128 over 4 ranks", "ownership is a layout of a sharded cache", "sharding (layouts)"),
+    Elsewhere(
+        "B37", "ownership of blocks with interleave 128 over 4 ranks", "ownership is a layout of a sharded cache", "sharding (layouts)"
+    ),
     Elsewhere("B43", "transfer from prefill to decode workers", "convert is tested here; the transfer is sharding's", "sharding (handoff)"),
     Elsewhere("B46", "prefix hits of MLA, SFA and DSA", "their modules come with their own work; standard is tested here", "MLA, SFA, DSA"),
     Elsewhere("B24", "16 query heads a latent head", "the latent cache is MLA's; any head count is tested here", "MLA"),

@@ -29,6 +29,8 @@ def b01_merging_empty_partials(layer: Layer):
     with np.errstate(divide="ignore", invalid="ignore"):
         lse = np.log(total)
         out = np.nan_to_num((weights[..., None] * outs).sum(0) / total[..., None], nan=0.0)
+    alone = subsets.sum(1) == 1
+    out[alone], lse[alone] = outs.sum(0, np.float64)[alone], lses.max(0)[alone]
     for order in permutations(range(4)):
         folded = layer.numpy(reduce(layer.merge.merge, [parts[i] for i in order]))
         bound = reduce(reference.merge.merge, [Partial(outs[i], lses[i]) for i in order]).bound

@@ -50,7 +50,6 @@ class Layer:
     layouts: tuple[str, ...] = ("hpbd", "pbhd", "phbd")
     same_bits: bool = True
     out_of_range_slots: bool = True
-    wide_integers: bool = True  # int64 slots stay int64 on the way in; False: the library has int32 alone
     wide_partials: bool = True  # partials come in float32; False: in the operator's dtype, which the layer declares
     refuses: frozenset[str] = frozenset()
 

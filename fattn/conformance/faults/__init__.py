@@ -4,7 +4,7 @@ They are variations of `fattn.conformance.plain`. Most are right nearly everywhe
 decode alone or at the second call. `python -m fattn faults` runs the kit on every one.
 """
 
-from fattn.conformance.faults import layer, masking, merging, paging, rotary, scores, softmax
+from fattn.conformance.faults import layer, masking, merging, paging, rotary, scores, softmax, storing
 from fattn.conformance.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -13,6 +13,7 @@ FAULTS: tuple[Fault, ...] = (
     *softmax.FAULTS,
     *merging.FAULTS,
     *rotary.FAULTS,
+    *storing.FAULTS,
     *paging.FAULTS,
     *layer.FAULTS,
 )

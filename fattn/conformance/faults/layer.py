@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from fattn.conformance.faults import paging
 from fattn.conformance.faults.fault import Fault
 from fattn.conformance.plain import merge, paged, standard
 
 
-def attends_before_it_writes(
-    q, k, v, cache, batch, sinks=None, slopes=None, *, mask, scale, softcap=None, attend=paged.attend
-):
+def attends_before_it_writes(q, k, v, cache, batch, sinks=None, slopes=None, *, mask, scale, softcap=None, attend=paged.attend):
     partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None)
     return merge.finish(partial, sinks, dtype=q.dtype), paged.write(cache, k, v, batch.slot_mapping)
 
@@ -61,6 +60,13 @@ def sink_twice(q, k, v, cache, batch, sinks=None, slopes=None, *, mask, scale, s
 def uncapped_with_sinks(q, k, v, cache, batch, sinks=None, slopes=None, *, mask, scale, softcap=None, attend=paged.attend):
     softcap = softcap if sinks is None else None
     return standard.attend_and_write(q, k, v, cache, batch, sinks, slopes, mask=mask, scale=scale, softcap=softcap, attend=attend)
+
+
+def prefix_hit_counts_from_zero(q, k, v, cache, batch, sinks=None, slopes=None, *, mask, scale, softcap=None, attend=paged.attend):
+    """A prompt whose prefix is in the cache is attended to as if it were cold."""
+    cache = paged.write(cache, k, v, batch.slot_mapping)
+    partial = paging.prefix_from_zero(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None)
+    return merge.finish(partial, sinks, dtype=q.dtype), cache
 
 
 def bias_of_keys_dropped(weights, *, config):
@@ -126,6 +132,7 @@ def _prepare(name, kind, function, why):
 
 FAULTS = (
     _write("attends_before_it_writes", "order", attends_before_it_writes, "the step's own tokens are not in the cache yet"),
+    _write("layer_prefix_hit_counts_from_zero", "causal alignment", prefix_hit_counts_from_zero, "right in decode and when cold"),
     _write("sink_ignored_in_prefill", "ignored argument", _changed(without_sinks_in_prefill), "only the decode kernel takes it"),
     _write("slopes_ignored", "ignored argument", _changed(without_slopes), "swallowed on the way"),
     _write("writes_one_token_a_sequence", "slots", _changed(one_token_a_sequence), "right in decode"),

@@ -1,4 +1,4 @@
-"""Faults in the paged cache: slots, tables, layouts, and attention over pages."""
+"""Faults in attention over pages."""
 
 from __future__ import annotations
 
@@ -9,121 +9,7 @@ import numpy as np
 from fattn.conformance.faults import masking, scores, softmax
 from fattn.conformance.faults.fault import Fault, PagedSteps, Steps, attention, moved, paged_attention
 from fattn.conformance.plain import dense, masks, paged
-from fattn.types import Pages, Partial, Range, Window
-
-# --- write, gather, convert, allocate ----------------------------------------------------------------------------------------------
-
-
-def _capacity(cache):
-    return cache.k.shape[cache.layout.index("p")] * cache.block_size
-
-
-def negative_slots_wrap(cache, k, v, slots):
-    return paged.write(cache, k, v, np.where(slots < 0, slots + _capacity(cache), slots))
-
-
-def jax_slots_wrap(cache, k, v, slots):
-    """JAX's scatter with mode="drop", which wraps negative indices before it drops."""
-    import jax.numpy as jnp
-
-    pages = paged.convert(cache, layout="pbhd")
-    new = []
-    for array, rows in ((pages.k, k), (pages.v, v)):
-        flat = jnp.asarray(array.reshape(-1, *array.shape[2:]))
-        # the kit's slots may lie past the end of int32's sums, not of int32
-        written = flat.at[jnp.asarray(slots.astype(np.int32))].set(jnp.asarray(rows), mode="drop")
-        new.append(np.asarray(written).reshape(array.shape))
-    return paged.convert(Pages(*new, "pbhd", cache.block_size), layout=cache.layout)
-
-
-def minus_one_alone(cache, k, v, slots):
-    """-1 is skipped; every other negative slot counts from the end."""
-    return paged.write(cache, k, v, np.where(slots < -1, slots + _capacity(cache), slots))
-
-
-def past_the_end_is_clipped(cache, k, v, slots):
-    past = slots >= _capacity(cache)
-    return paged.write(cache, k, v, np.where(past, _capacity(cache) - 1, slots)) if past.any() else paged.write(cache, k, v, slots)
-
-
-def int64_read_as_int32(cache, k, v, slots):
-    read = slots.view(np.int32)[: slots.size] if slots.dtype == np.int64 else slots
-    return paged.write(cache, k, v, read)
-
-
-def cut_to_the_slots(cache, k, v, slots):
-    rows = min(len(k), len(slots))
-    return paged.write(cache, k[:rows], v[:rows], slots[:rows])
-
-
-def slots_of_another_block_size(cache, k, v, slots):
-    """Slots made with blocks half as large: block slot // (b / 2)."""
-    half = max(cache.block_size // 2, 1)
-    other = slots // half * cache.block_size + slots % half
-    return paged.write(cache, k, v, np.where(slots < 0, slots, other))
-
-
-def last_row_is_not_written(cache, k, v, slots):
-    """Rows are copied four at a time: a single row left over stays behind."""
-    rows = len(slots) - 1 if len(slots) % 4 == 1 and len(slots) > 1 else len(slots)
-    return paged.write(cache, k[:rows], v[:rows], slots[:rows])
-
-
-def next_row_is_cleared(cache, k, v, slots):
-    """The store is wider than a row: what follows in the block is set to 0 where it is not written itself."""
-    pages = paged.convert(cache, layout="pbhd")
-    real = slots[(slots >= 0) & (slots < _capacity(cache))]
-    beyond = real[real % cache.block_size != cache.block_size - 1] + 1
-    for array in (pages.k, pages.v):
-        array.reshape(-1, *array.shape[2:])[beyond] = 0
-    return paged.write(paged.convert(pages, layout=cache.layout), k, v, slots)
-
-
-def strided_values(cache, k, v, slots):
-    """k and v as halves of one buffer: v is read as if it lay end to end."""
-    return paged.write(cache, k, softmax.contiguous_view(v), slots)
-
-
-def unknown_blocks_wrap(cache, block_table):
-    return paged.gather(cache, np.where(block_table < 0, block_table + cache.k.shape[cache.layout.index("p")], block_table))
-
-
-def unknown_blocks_are_clipped(cache, block_table):
-    last = cache.k.shape[cache.layout.index("p")] - 1
-    return paged.gather(cache, np.where(block_table > last, last, block_table))
-
-
-def values_of_the_first_layout(cache, block_table):
-    """v is read with k's strides: wrong where their sizes differ."""
-    k, v = paged.gather(cache, block_table)
-    size, narrow = v.shape[-1], min(k.shape[-1], v.shape[-1])
-    v = v.copy()
-    v[..., narrow:size] = 0
-    return k, v
-
-
-def swapped_heads_and_rows(cache, *, layout):
-    """Heads and rows change places where their counts are equal, which no shape shows."""
-    right = paged.convert(cache, layout=layout)
-    h, b = layout.index("h"), layout.index("b")
-    if layout == cache.layout or right.k.shape[h] != right.k.shape[b]:
-        return right
-    return replace(right, k=np.swapaxes(right.k, h, b).copy(), v=np.swapaxes(right.v, h, b).copy())
-
-
-def layout_by_name_alone(cache, *, layout):
-    """v keeps its axes where k's and v's shapes agree in both orders."""
-    right = paged.convert(cache, layout=layout)
-    return replace(right, v=cache.v.copy()) if right.v.shape == cache.v.shape else right
-
-
-def last_block_not_cleared(num_blocks, kv_heads, head_size, value_size, *, block_size, layout, dtype):
-    cache = paged.allocate(num_blocks, kv_heads, head_size, value_size, block_size=block_size, layout=layout, dtype=dtype)
-    cache.v[(*(slice(None) if axis != "p" else -1 for axis in layout),)] = 1
-    return cache
-
-
-# --- attention over pages ----------------------------------------------------------------------------------------------------------
+from fattn.types import Partial, Range, Window
 
 
 def _sequence(change):
@@ -240,9 +126,7 @@ def tail_is_multiplied(q, cache, batch, slopes=None, *, mask, scale, softcap=Non
         with np.errstate(invalid="ignore"):
             return Partial((part.out + 0 * v[length:].astype(np.float32).sum()).astype(part.out.dtype), part.lse)
 
-    return paged_attention(PagedSteps(read=read, attend=attend))(
-        q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse
-    )
+    return paged_attention(PagedSteps(read=read, attend=attend))(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse)
 
 
 def _rows_without_keys(batch):
@@ -275,14 +159,6 @@ def padding_reads_a_block(q, cache, batch, slopes=None, *, mask, scale, softcap=
     return paged.attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse)
 
 
-def block_size_of_the_batch(q, cache, batch, slopes=None, *, mask, scale, softcap=None, lse=True):
-    """The cache is viewed with the batch's block size, whatever its own."""
-    pages = paged.convert(cache, layout="pbhd")
-    k, v = (x.reshape(-1, batch.block_size, *x.shape[2:]) for x in (pages.k, pages.v))
-    viewed = Pages(k, v, "pbhd", batch.block_size)
-    return paged.attend(q, viewed, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse)
-
-
 def without_softcap(q, cache, batch, slopes=None, *, mask, scale, softcap=None, lse=True):
     return paged.attend(q, cache, batch, slopes, mask=mask, scale=scale, lse=lse)
 
@@ -306,12 +182,11 @@ def labels_of_the_first_sequence(batch, row, rows, queries, keys, table):
     return rows, queries, type(keys)(keys.pos, labels), table
 
 
+prefix_from_zero = _sequence(top_left_with_several_queries)
+
+
 def _attend(name, kind, function, why):
     return Fault(name, kind, "paged.attend", function, why)
-
-
-def _write(name, kind, function, why):
-    return Fault(name, kind, "paged.write", function, why)
 
 
 def _core(attend):
@@ -319,23 +194,8 @@ def _core(attend):
 
 
 FAULTS = (
-    _write("negative_slots_wrap", "slots", negative_slots_wrap, "indices count from the end"),
-    _write("jax_negative_slots_wrap", "slots", jax_slots_wrap, 'mode="drop" drops only after wrapping'),
-    _write("minus_one_alone_is_skipped", "slots", minus_one_alone, "-1 is the one padding id that was thought of"),
-    _write("last_slot_takes_what_is_past_the_end", "slots", past_the_end_is_clipped, "indices are clipped"),
-    _write("reads_int64_slots_as_int32", "dtype", int64_read_as_int32, "the buffer's type is assumed"),
-    _write("slots_of_another_block_size", "block size", slots_of_another_block_size, "two block sizes under one name"),
-    _write("last_row_is_not_written", "block edge", last_row_is_not_written, "a copy loop without its tail"),
-    _write("next_row_is_cleared", "slots", next_row_is_cleared, "a store wider than a row"),
-    _write("write_swaps_halves_of_a_buffer", "strides", strided_values, "v's strides are not read"),
-    Fault("unknown_blocks_wrap", "table tail", "paged.gather", unknown_blocks_wrap, "indices count from the end"),
-    Fault("unknown_blocks_are_clipped", "table tail", "paged.gather", unknown_blocks_are_clipped, "indices are clipped"),
-    Fault("gathers_values_of_k_size", "layout", "paged.gather", values_of_the_first_layout, "one size for k and v"),
-    Fault("convert_swaps_heads_and_rows", "layout", "paged.convert", swapped_heads_and_rows, "equal counts hide it"),
-    Fault("convert_leaves_v", "layout", "paged.convert", layout_by_name_alone, "a view where shapes agree"),
-    Fault("allocates_without_clearing", "poison", "paged.allocate", last_block_not_cleared, "the last block holds what was there"),
     _attend("paged_causal_is_top_left", "causal alignment", _sequence(top_left), "queries count from the first key"),
-    _attend("prefix_hit_counts_from_zero", "causal alignment", _sequence(top_left_with_several_queries), "right in decode and when cold"),
+    _attend("prefix_hit_counts_from_zero", "causal alignment", prefix_from_zero, "right in decode and when cold"),
     _attend("paged_length_is_a_last_index", "lengths", _sequence(length_is_an_index), "one key too many"),
     _attend("paged_drops_the_last_key_of_a_full_page", "block edge", _sequence(full_page_loses_its_last_key), "length % block is 0"),
     _attend("paged_drops_a_page_of_one_key", "block edge", _sequence(last_page_of_one_key), "pages are counted by rounding down"),
@@ -348,10 +208,16 @@ FAULTS = (
     _attend("paged_follows_the_whole_table", "table tail", whole_table, "weights of 0 times stale pages"),
     _attend("paged_tail_is_multiplied", "poison", tail_is_multiplied, "0 * NaN"),
     _attend("paged_lse_of_nothing_is_plus_infinity", "empty rows", paged_attention(PagedSteps(last=plus_infinity_without_keys)), "-log(0)"),
-    _attend("paged_empty_sequence_clears_its_neighbour", "empty rows", paged_attention(PagedSteps(last=neighbour_is_cleared)), "early exit"),
-    _attend("paged_padding_keeps_its_buffer", "padding leak", paged_attention(PagedSteps(last=padding_holds_what_was_there)), "not written"),
+    _attend(
+        "paged_empty_sequence_clears_its_neighbour", "empty rows", paged_attention(PagedSteps(last=neighbour_is_cleared)), "early exit"
+    ),
+    _attend(
+        "paged_padding_keeps_its_buffer", "padding leak", paged_attention(PagedSteps(last=padding_holds_what_was_there)), "not written"
+    ),
     _attend("paged_padding_reads_a_block", "padding leak", padding_reads_a_block, "at least one key for everyone"),
-    _attend("paged_masks_with_a_finite_score", "empty rows", _core(attention(Steps(softmax=softmax.finite_stand_in))), "a stand-in for -inf"),
+    _attend(
+        "paged_masks_with_a_finite_score", "empty rows", _core(attention(Steps(softmax=softmax.finite_stand_in))), "a stand-in for -inf"
+    ),
     _attend("paged_second_block_not_rescaled", "block edge", _core(attention(Steps(softmax=softmax.second_block_not_rescaled))), "online"),
     _attend("paged_heads_are_tiled", "head map", _core(attention(Steps(expand=scores.tiled))), "h mod Hkv"),
     _attend("paged_ignores_softcap", "ignored argument", without_softcap, "swallowed"),

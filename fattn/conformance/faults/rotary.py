@@ -109,9 +109,7 @@ def yarn_divides_all(rotary_size, *, theta, factor, original_length, beta_fast=3
 
 def yarn_ramp_backwards(rotary_size, *, theta, factor, original_length, beta_fast=32.0, beta_slow=1.0):
     plain = rope.frequencies(rotary_size, theta=theta)
-    right = rope.yarn(
-        rotary_size, theta=theta, factor=factor, original_length=original_length, beta_fast=beta_fast, beta_slow=beta_slow
-    )
+    right = rope.yarn(rotary_size, theta=theta, factor=factor, original_length=original_length, beta_fast=beta_fast, beta_slow=beta_slow)
     return (plain + plain / np.float32(factor) - right).astype(np.float32)
 
 

@@ -170,7 +170,9 @@ def contiguous_view(array, strides=None):
         lengths.insert(0, lengths[0] * n)
     wanted = tuple(n * array.itemsize for n in lengths) if strides is None else strides
     reach = [sum((n - 1) * s for n, s in zip(array.shape, each, strict=True)) for each in (wanted, array.strides)]
-    return array if reach[0] > reach[1] or min(array.strides, default=0) < 0 else np.lib.stride_tricks.as_strided(array, array.shape, wanted)
+    return (
+        array if reach[0] > reach[1] or min(array.strides, default=0) < 0 else np.lib.stride_tricks.as_strided(array, array.shape, wanted)
+    )
 
 
 def reads_as_if_contiguous(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=None):
