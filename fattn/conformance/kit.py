@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fattn.conformance import draw, laws, replay
 from fattn.conformance.calls import Call
-from fattn.conformance.cases import Case, Scalar
+from fattn.conformance.cases import Case
 from fattn.conformance.compare import Mismatch
 from fattn.conformance.laws.base import Law
 from fattn.conformance.minimise import minimise
@@ -38,7 +38,6 @@ class _Feature:
     examples: int = 0
     decisive: int = 0
     refused: str = ""
-    instead: set[Scalar] = field(default_factory=set)
 
 
 def check(
@@ -163,18 +162,22 @@ def _supported(target, case, features) -> Case | None:
         return case
     for other in alternatives(target.name, case):
         if _refusal(target, other) is None:
-            for name, value in set(case.options) - set(other.options):
-                features[name, value].refused = refusal
+            for feature in set(case.options) - set(other.options):
+                alone = _refusal(target, other.option(*feature))
+                features[feature].refused = features[feature].refused or alone or refusal
             return other
-    for feature in case.options:
-        if feature[1] in required(target.name, case.operation)[feature[0]]:
-            features[feature].refused = features[feature].refused or refusal
+    core = required(target.name, case.operation)
+    for name, value in case.options:
+        if value in core[name]:
+            features[name, value].refused = features[name, value].refused or refusal
     return None
 
 
 def _refusal(target, case) -> str | None:
     """Why the target refuses the case, or None."""
     call = OPERATIONS[case.operation].build(case)
+    if target.excluded is not None and (reason := target.excluded(call)) is not None:
+        return reason
     predicted = target.refusal(call) if target.refusal is not None else None
     if target.refusal is not None and predicted is None:
         return None
@@ -208,9 +211,10 @@ def _results(operation, tallies, features, unpredicted, target) -> Iterator[Resu
     core = required(target.name, operation)
     for (name, value), feature in features.items():
         needed = value in core[name]
-        status = "passed" if feature.examples and not (feature.refused and not needed) else "refused" if feature.refused else "unreached"
-        if needed and status != "passed" and not any(tally.failure for tally in tallies.values()):
+        status = "passed" if feature.examples else "refused" if feature.refused else "unreached"
+        if needed and (status != "passed" or feature.refused) and not any(tally.failure for tally in tallies.values()):
             status = "failed"
         reason = feature.refused or ("" if status == "passed" else "no example of it passed")
-        reason = "" if status == "passed" else reason
+        if status == "passed" and feature.refused:
+            reason = f"not everywhere: {reason}"
         yield Result(operation, f"{name}={value}", status, feature.examples, feature.decisive, 0.0, reason, core=needed)

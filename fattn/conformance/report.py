@@ -40,7 +40,7 @@ def show(console: Console, title: str, results: list[Result]):
     table.add_column("why", overflow="fold")
     for operation in dict.fromkeys(result.operation for result in results):
         own = [result for result in results if result.operation == operation]
-        features = [result for result in own if "=" in result.check and result.status == "passed"]
+        features = [result for result in own if "=" in result.check and result.status == "passed" and not result.reason]
         for result in own:
             if result not in features:
                 _row(table, result)

@@ -14,7 +14,7 @@ import numpy as np
 from fattn.conformance import plain
 from fattn.conformance.calls import Call, rebuild
 from fattn.conformance.operations.base import Operation
-from fattn.types import Batch, Mask, Unsupported
+from fattn.types import Batch, Mask, Pages, Unsupported
 from reference.bounded import ROUNDOFF, Precision
 
 
@@ -34,7 +34,7 @@ class Target:
     """An implementation under test. `get("dense.attend")` is its function, or None.
 
     `precision(dtype)` is what it declares of its arithmetic; `refusal(call)` predicts what it raises Unsupported for (None: it does
-    not say).
+    not say), `excluded(call)` names what its documentation leaves undefined, which is not run.
     `place` puts a planned batch on its device. `finite_hidden`: keys that no query's mask shows must hold finite numbers.
     """
 
@@ -45,6 +45,7 @@ class Target:
     precision: Callable[[str], Precision]
     place: Callable[[Batch, Mask | None], Batch] | None = None
     refusal: Callable[[Call], Unsupported | None] | None = None
+    excluded: Callable[[Call], str | None] | None = None
     finite_hidden: bool = False
     _compiled: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -90,6 +91,8 @@ class Target:
     def _argument(self, value, change, mask):
         if isinstance(value, Batch):
             return rebuild(value, self.arrays.to_array) if self.place is None else self.place(value, mask)
+        if isinstance(value, Pages):  # storage that the caller owns: never strided
+            return rebuild(value, self.arrays.to_array)
         made = rebuild(value, change)
         if type(value).__module__.startswith("fattn.conformance.plain."):  # Weights and Prepared are each implementation's own
             module, name = type(value).__module__.rsplit(".", 1)[-1], type(value).__name__

@@ -1,0 +1,131 @@
+"""The target `npu`: torch tensors, batches placed by the package, refusals predicted from its table of limits. Imported on use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+
+from fattn.conformance.calls import Call
+from fattn.conformance.targets import Arrays, Target, library
+from fattn.types import Batch, Mask, Unsupported
+from reference.bounded import ROUNDOFF, Precision
+
+BATCHED = ("paged.attend", "standard.attend_and_write", "standard.forward")
+
+
+def make(package: ModuleType, get: Callable, device: str) -> Target:
+    """`npu` on a CPU through its emulator, or on `npu` tensors: a real device's, else those of the emulator's host-memory device."""
+    from npu import emulator
+
+    provider = emulator.install(device=device)
+    arrays = library("torch") if device == "cpu" else _on_device(library("torch"))
+    return Target(
+        "npu",
+        provider,
+        get,
+        arrays,
+        precision=lambda dtype: Precision(**package.PRECISION.get(dtype, {"bias": ROUNDOFF.get(dtype, 0.0)})),
+        place=lambda batch, mask: package.place(batch, "cpu" if device == "cpu" else "npu:0", mask),
+        refusal=refusal,
+        excluded=excluded,
+        finite_hidden=True,
+    )
+
+
+def refusal(call: Call) -> Unsupported | None:
+    """What the package's limits say of a call, from what its host knows."""
+    from npu import limits
+
+    for facts in _facts(call):
+        found = limits.refusal(facts)
+        if found is not None:
+            return found
+    return None
+
+
+def excluded(call: Call) -> str | None:
+    """Calls that the package's documentation leaves to the caller to avoid, and which a device does not check."""
+    if call.operation != "paged.write":
+        return None
+    cache, slots = call.arguments["cache"], call.arguments["slots"]
+    inside = (slots >= 0) & (slots < cache.k.shape[cache.layout.index("p")] * cache.block_size)
+    return None if inside.all() else "slots outside the cache never reach the operator: the plan maps padding to null blocks"
+
+
+def _facts(call: Call):
+    """Each operator call that a call leads to, as limits see it."""
+    from npu import limits
+    from npu._forms import dense_form
+
+    arguments = call.arguments
+    if call.operation == "dense.attend":
+        q, k, v, bias = (arguments[name] for name in ("q", "k", "v", "bias"))
+        yield limits.Facts(
+            call.operation,
+            q.dtype.name,
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_size=q.shape[2],
+            value_size=v.shape[2],
+            queries=len(q),
+            keys=len(k),
+            explicit=dense_form(arguments["q_pos"], arguments["k_pos"], call.static["mask"], biased=bias is not None) == "explicit",
+            additive=None if bias is None else bias.dtype.name,
+            softcap=call.static["softcap"],
+        )
+    elif call.operation in ("rope.half", "rope.interleaved"):
+        x = arguments["x"]
+        yield limits.Facts(call.operation, x.dtype.name, heads=x.shape[1], head_size=2 * arguments["cos"].shape[1])
+    elif call.operation == "paged.write":
+        yield _written(arguments["cache"])
+    elif call.operation == "paged.attend":
+        yield _paged(arguments["cache"], arguments["batch"], arguments["slopes"], arguments["q"].shape[1], call.static)
+    elif call.operation == "standard.attend_and_write":
+        yield _written(arguments["cache"])
+        yield _paged(arguments["cache"], arguments["batch"], arguments["slopes"], arguments["q"].shape[1], call.static)
+    elif call.operation == "standard.forward":
+        config = call.static["config"]
+        yield _written(arguments["cache"])
+        static = {"mask": config.mask, "softcap": config.softcap}
+        yield _paged(arguments["cache"], arguments["batch"], arguments["weights"].slopes, config.heads, static)
+
+
+def _written(cache):
+    from npu import limits
+
+    kv_heads = cache.k.shape[cache.layout.index("h")]
+    return limits.Facts("paged.write", cache.k.dtype.name, kv_heads=kv_heads, layout=cache.layout)
+
+
+def _paged(cache, batch: Batch, slopes, heads: int, static: dict):
+    from npu import limits
+    from npu._forms import batch_form
+
+    mask: Mask = static["mask"]
+    form = batch_form(batch.host.query_lens, batch.host.seq_lens, mask)
+    return limits.Facts(
+        "paged.attend",
+        cache.k.dtype.name,
+        heads=heads,
+        kv_heads=cache.k.shape[cache.layout.index("h")],
+        head_size=cache.k.shape[-1],
+        value_size=cache.v.shape[-1],
+        queries=form.queries,
+        keys=max(batch.host.seq_lens, default=0),
+        sequences=len(batch.host.seq_lens),
+        explicit=form.explicit,
+        additive=None if slopes is None else cache.k.dtype.name,
+        softcap=static["softcap"],
+        exact=batch.host.exact,
+        layout=cache.layout,
+        block_size=cache.block_size,
+    )
+
+
+def _on_device(arrays: Arrays) -> Arrays:
+    """torch's arrays, on npu:0."""
+    moved = lambda array: arrays.to_array(array).to("npu:0")
+    return replace(arrays, to_array=moved, strided=lambda array: arrays.strided(np.asarray(array)).to("npu:0"))
