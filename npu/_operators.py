@@ -17,14 +17,12 @@ HOW = (
 
 def attention(device: str):
     """npu_fused_infer_attention_score for tensors on a device of this type. Raises RuntimeError that says how to make it run."""
-    _demand("npu", "npu_fused_infer_attention_score", device)
-    return torch.ops.npu.npu_fused_infer_attention_score.default
+    return _operator("npu", "npu_fused_infer_attention_score", device)
 
 
 def rotary(device: str):
     """npu_rotary_mul, as `attention`."""
-    _demand("npu", "npu_rotary_mul", device)
-    return torch.ops.npu.npu_rotary_mul.default
+    return _operator("npu", "npu_rotary_mul", device)
 
 
 def scatter(device: str):
@@ -32,10 +30,10 @@ def scatter(device: str):
 
     npu_scatter_pa_kv_cache where its schema lets the caller say that the cache is not tiled (its default is PA_NZ), else ATB's operator.
     """
-    if "cache_mode" in _demand("npu", "npu_scatter_pa_kv_cache", device).split():
-        return functools.partial(torch.ops.npu.npu_scatter_pa_kv_cache.default, cache_mode="Norm")
-    _demand("atb", "_npu_reshape_and_cache", device)
-    return torch.ops.atb._npu_reshape_and_cache.default
+    write = _operator("npu", "npu_scatter_pa_kv_cache", device)
+    if _takes(write, "cache_mode"):
+        return functools.partial(write, cache_mode="Norm")
+    return _operator("atb", "_npu_reshape_and_cache", device)
 
 
 def nothing(q: torch.Tensor, value_size: int) -> Partial:
@@ -43,25 +41,36 @@ def nothing(q: torch.Tensor, value_size: int) -> Partial:
     return Partial(q.new_zeros((*q.shape[:2], value_size)), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32))
 
 
-# torch.compile takes the result and does not look inside: it cannot trace an import.
+def _operator(namespace, name, device):
+    _demand(namespace, name, device)
+    return getattr(getattr(torch.ops, namespace), name).default
+
+
+# torch.compile takes the results of these two and does not look inside: it traces neither an import nor a schema.
 @torch.compiler.assume_constant_result
 def _demand(namespace, name, device):
-    """The names of an operator's arguments, joined. Raises RuntimeError that says what to do where it cannot run."""
-    return _arguments(namespace, name, device)
+    return _demanded(namespace, name, device)
+
+
+@torch.compiler.assume_constant_result
+def _takes(operator, argument):
+    return argument in _argument_names(operator)
 
 
 @functools.cache
-def _arguments(namespace, name, device):
+def _demanded(namespace, name, device):
+    """True; raises RuntimeError that says what to do where the operator cannot run."""
     _import_torch_npu()
-    try:
-        operator = getattr(getattr(torch.ops, namespace), name).default
-    except AttributeError:
-        raise RuntimeError(
-            f"the installed torch_npu has no operator {namespace}::{name}. A torch_npu for CANN 8.3 or later has it"
-        ) from None
+    if not hasattr(getattr(torch.ops, namespace), name):
+        raise RuntimeError(f"the installed torch_npu has no operator {namespace}::{name}. A torch_npu for CANN 8.3 or later has it")
     if device == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
         raise RuntimeError(f"{namespace}::{name} runs on an NPU, and the tensors are on the CPU. {HOW}")
-    return " ".join(argument.name for argument in operator._schema.arguments)
+    return True
+
+
+@functools.cache
+def _argument_names(operator):
+    return {argument.name for argument in operator._schema.arguments}
 
 
 def _import_torch_npu():
