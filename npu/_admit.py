@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fattn.types import Batch, Mask, Pages
 from npu import limits
-from npu._checks import cache_sizes, check_heads, check_rows, check_softcap, name_of
+from npu._checks import cache_sizes, check_devices, check_heads, check_rows, check_softcap, name_of
 
 
 def admit(q, cache: Pages, batch: Batch, slopes, *, mask: Mask, softcap: float | None) -> limits.Facts:
@@ -37,6 +37,8 @@ def admit(q, cache: Pages, batch: Batch, slopes, *, mask: Mask, softcap: float |
 
 def _check(q, cache, batch, slopes, mask, kv_heads, softcap):
     check_rows("q", q)
+    devices = {"q": q, "cache.k": cache.k, "cache.v": cache.v, "batch.block_table": batch.block_table, "slopes": slopes}
+    check_devices(devices)
     check_heads(q, "cache.k", kv_heads, cache.k.shape[-1], cache.k.dtype)
     check_softcap(softcap)
     if slopes is not None and tuple(slopes.shape) != (q.shape[1],):

@@ -38,8 +38,25 @@ def positions(tokens, device) -> torch.Tensor:
     return pos
 
 
-def check_attend(q, k, v, q_pos, k_pos, *, softcap):
-    """Raises ValueError that names the argument and the value where shapes, dtypes or positions do not fit together."""
+def check_devices(arguments: dict):
+    """Raises ValueError that names two arguments and their devices where the tensors among them, by name, are not all on one device.
+
+    Of Tokens the positions count, and what is no tensor does not.
+    """
+    first = None
+    for name, value in arguments.items():
+        value = side(value)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if first is None:
+            first, device = name, value.device
+        elif value.device != device:
+            raise ValueError(f"{first} is on {device}, but {name} is on {value.device}: move all to one device")
+
+
+def check_attend(q, k, v, q_pos, k_pos, bias, *, softcap):
+    """Raises ValueError that names the argument and the value where shapes, dtypes, positions or devices do not fit together."""
+    check_devices({"q": q, "k": k, "v": v, "q_pos": q_pos, "k_pos": k_pos, "bias": bias})
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_rows(name, array)
     check_heads(q, "k", k.shape[1], k.shape[2], k.dtype)

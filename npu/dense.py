@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fattn.types import Mask, Partial
 from npu import _operators, limits
-from npu._checks import check_attend, name_of, positions
+from npu._checks import check_attend, check_devices, name_of, positions
 from npu._forms import dense_form
 from npu._rules import INT32_MAX, sparse_mode, triangle, visible_on
 
@@ -33,7 +33,7 @@ def attend(
     Raises ValueError for shapes, dtypes or positions that do not fit together, and Unsupported for what `limits` lists.
     Source: the documents of npu_fused_infer_attention_score.
     """
-    check_attend(q, k, v, q_pos, k_pos, softcap=softcap)
+    check_attend(q, k, v, q_pos, k_pos, bias, softcap=softcap)
     t, h, d = q.shape
     s, hk, dv = v.shape
     additive = None if bias is None else _bias(bias, q.shape, k.shape)
@@ -101,6 +101,7 @@ def attend(
 
 def alibi(slopes: Float[Tensor, "h"], q_pos, k_pos) -> Float[Tensor, "h t s"]:
     """ALiBi's bias, -slope |p - j|, for `attend`, which takes it in q's dtype. Positions as in `attend`."""
+    check_devices({"slopes": slopes, "q_pos": q_pos, "k_pos": k_pos})
     p, j = positions(q_pos, slopes.device), positions(k_pos, slopes.device)
     return -slopes[:, None, None] * (p[:, None] - j[None, :]).abs()
 

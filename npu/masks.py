@@ -7,7 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from fattn.types import Compressed, Mask, Range, Tokens
-from npu._checks import side
+from npu._checks import check_devices, side
 from npu._rules import sparse_mode, triangle, visible_on
 
 
@@ -17,6 +17,7 @@ def visible(queries, keys, *, mask: Mask) -> Bool[Tensor, "t s"]:
     `queries` and `keys` are a Range, Int32[n] positions, or Tokens where the mask reads labels. On the device of the tensors among them,
     torch's default device where both are ranges. Raises ValueError for a missing label.
     """
+    check_devices({"queries": queries, "keys": keys})
     return visible_on(queries, keys, mask=mask, device=_device(queries, keys))
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fattn.types import Partial
+from npu._checks import check_devices
 
 
 def empty(tokens: int, heads: int, value_size: int, *, dtype) -> Partial:
@@ -20,6 +21,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     An `out` may have an operator's dtype. The `out` of a row whose lse is -inf is never read.
     Raises ValueError where an lse is missing or shapes differ.
     """
+    check_devices({"a.out": a.out, "a.lse": a.lse, "b.out": b.out, "b.lse": b.lse})
     _check(a, b)
     a, b = _cleaned(a), _cleaned(b)
     top = torch.maximum(a.lse, b.lse)
@@ -38,6 +40,7 @@ def finish(partial: Partial, sink: Float[Tensor, "h"] | None = None, *, dtype) -
     The sink is neither scaled nor capped; -inf is no sink, +inf gives 0. Launches nothing without a sink where
     `dtype` is the output's. Raises ValueError where a sink meets a Partial without lse.
     """
+    check_devices({"partial.out": partial.out, "partial.lse": partial.lse, "sink": sink})
     if sink is None:
         return partial.out.to(dtype)
     if partial.lse is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fattn.types import LAYOUTS, Batch, Mask, Pages, Partial
 from npu import _operators, limits
 from npu._admit import admit, contiguous
-from npu._checks import cache_sizes, check_key_values, check_rows, name_of
+from npu._checks import cache_sizes, check_devices, check_key_values, check_rows, name_of
 from npu._rules import INT32_MAX, sparse_mode
 
 
@@ -49,6 +49,7 @@ def write(cache: Pages, k: Float[Tensor, "t hk d"], v: Float[Tensor, "t hk dv"],
     Source: the documents of npu_scatter_pa_kv_cache.
     """
     _, kv_heads = cache_sizes(cache)
+    check_devices({"cache.k": cache.k, "cache.v": cache.v, "k": k, "v": v, "slots": slots})
     for name, rows, array in (("k", k, cache.k), ("v", v, cache.v)):
         check_rows(name, rows)
         if rows.dtype != array.dtype:
@@ -67,6 +68,7 @@ def write(cache: Pages, k: Float[Tensor, "t hk d"], v: Float[Tensor, "t hk dv"],
 def gather(cache: Pages, block_table: Int32[Tensor, "b p"]) -> tuple[Float[Tensor, "b s hk d"], Float[Tensor, "b s hk dv"]]:
     """Keys and values of the blocks that each row of the table names, end to end: s = p * block_size. An id out of range gives zeros."""
     blocks, _ = cache_sizes(cache)
+    check_devices({"cache.k": cache.k, "cache.v": cache.v, "block_table": block_table})
     if block_table.ndim != 2:
         raise ValueError(f"block_table must be [sequences, blocks], got shape {list(block_table.shape)}")
     known = (block_table >= 0) & (block_table < blocks)

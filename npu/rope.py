@@ -9,7 +9,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from npu import _operators, limits
-from npu._checks import check_rows, name_of
+from npu._checks import check_devices, check_rows, name_of
 
 
 def frequencies(rotary_size: int, *, theta: float) -> Float[Tensor, "rotary_size/2"]:
@@ -47,6 +47,7 @@ def table(
     positions: Int32[Tensor, "t"], frequencies: Float[Tensor, "rotary_size/2"], *, dtype
 ) -> tuple[Float[Tensor, "t rotary_size/2"], Float[Tensor, "t rotary_size/2"]]:
     """cos and sin of position * frequency, computed in float32 (float64 for float64 frequencies) and returned in `dtype`."""
+    check_devices({"positions": positions, "frequencies": frequencies})
     accumulator = torch.float64 if frequencies.dtype == torch.float64 else torch.float32
     angles = positions.to(accumulator)[:, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -70,6 +71,7 @@ def interleaved(
 
 def _rotated(operation, mode, x, cos, sin, doubled):
     check_rows("x", x)
+    check_devices({"x": x, "cos": cos, "sin": sin})
     t, h, d = x.shape
     size = 2 * cos.shape[-1]
     for name, array in (("cos", cos), ("sin", sin)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from fattn.types import Batch, Mask, Pages, StandardConfig
 from npu import paged, rope
 from npu._admit import admit, check_reach
-from npu._checks import cache_sizes, check_key_values, check_rows
+from npu._checks import cache_sizes, check_devices, check_key_values, check_rows
 from npu.merge import finish
 
 Config = StandardConfig
@@ -88,6 +88,7 @@ def attend_and_write(
     for name, rows in (("q", q), ("k", k), ("v", v)):
         check_rows(name, rows)
     check_key_values(k, v)
+    check_devices({"q": q, "k": k, "v": v, "cache.k": cache.k, "batch.slot_mapping": batch.slot_mapping, "sinks": sinks})
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows, but k has {k.shape[0]}")
     if attend is paged.attend:
@@ -108,6 +109,7 @@ def forward(
     """
     if x.ndim != 2 or x.shape[1] != weights.wqkv.shape[0]:
         raise ValueError(f"x must be [rows, {weights.wqkv.shape[0]}], got shape {list(x.shape)}")
+    check_devices({"x": x, "weights.wqkv": weights.wqkv, "weights.wo": weights.wo, "cache.k": cache.k})
     h, hk, d = config.heads, config.kv_heads, config.head_size
     qkv = _projected(x, weights.wqkv, weights.bqkv).view(-1, h + 2 * hk, d)
     qk, v = qkv[:, : h + hk], qkv[:, h + hk :]
