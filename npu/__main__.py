@@ -15,6 +15,7 @@ from rich.table import Table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 console = Console()
+wide = Console(width=None if Console().is_terminal else 220)  # tables go whole into files and pipes
 _RUNS = ("emulated", "found")
 
 
@@ -42,6 +43,46 @@ def doctor(
         raise typer.Exit(1)
     if not _print_operators(on_cpu=runs.startswith("emulated")):
         raise typer.Exit(1)
+
+
+@app.command()
+def support(
+    soc: Annotated[str, typer.Option(help="The chip: a2, a3 or 950.")] = "a2",
+    cann: Annotated[str, typer.Option(help="The CANN release, as 9.1.0 or 8.3.")] = "9.1.0",
+    md: Annotated[bool, typer.Option("--md", help="Print Markdown.")] = False,
+):
+    """Says what of attention runs on a chip and a CANN release, what is refused and what would work, and on what evidence."""
+    from npu import support as supported
+    from npu.releases import SOCS, release
+
+    try:
+        rows, one = supported.table(soc, cann), release(cann)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--soc" if str(error).startswith("soc") else "--cann") from error
+    title = f"{SOCS[soc]}, CANN {one.cann} (torch_npu {', '.join(one.torch_npu)})"
+    if md:
+        print(f"# {title}\n\n{_markdown(supported.Row._fields, rows)}\n\n{_markdown(*_conflicts())}")
+        return
+    for heading, columns, cells in ((title, supported.Row._fields, rows), ("Where sources disagree", *_conflicts())):
+        table = Table(*columns, title=heading, title_justify="left", header_style="bold")
+        for row in cells:
+            table.add_row(*row, style="dim" if row[3] == supported.ABSENT else "yellow" if row[3] == supported.REFUSED else None)
+        wide.print(table, highlight=False)
+
+
+def _conflicts():
+    """Columns and rows of what sources say differently."""
+    from npu.evidence import CONFLICTS
+
+    cells = [
+        (c.question, "; ".join(f"{claim.evidence}: {claim.says}" for claim in c.claims), c.ours, ", ".join(c.asked_as)) for c in CONFLICTS
+    ]
+    return ("question", "sources", "npu", "probed as"), cells
+
+
+def _markdown(columns, rows):
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _print_facts(runs, cann):

@@ -8,6 +8,7 @@ import importlib
 import torch
 
 from fattn.types import Partial
+from npu import _errors
 
 HOW = (
     "On an Ascend machine install torch_npu and CANN for your torch and pass tensors on the npu device; "
@@ -16,13 +17,16 @@ HOW = (
 
 
 def attention(device: str):
-    """npu_fused_infer_attention_score for tensors on a device of this type. Raises RuntimeError that says how to make it run."""
-    return _operator("npu", "npu_fused_infer_attention_score", device)
+    """npu_fused_infer_attention_score for tensors on a device of this type. Raises RuntimeError that says how to make it run.
+
+    What the operator refuses when it is called comes back as Unsupported, with its text and what it means (`_errors`).
+    """
+    return _read(_operator("npu", "npu_fused_infer_attention_score", device), "npu_fused_infer_attention_score")
 
 
 def rotary(device: str):
     """npu_rotary_mul, as `attention`."""
-    return _operator("npu", "npu_rotary_mul", device)
+    return _read(_operator("npu", "npu_rotary_mul", device), "npu_rotary_mul")
 
 
 def scatter(device: str):
@@ -30,10 +34,11 @@ def scatter(device: str):
 
     npu_scatter_pa_kv_cache where its schema lets the caller say that the cache is not tiled (its default is PA_NZ), else ATB's operator.
     """
-    write = _operator("npu", "npu_scatter_pa_kv_cache", device)
-    if _takes(write, "cache_mode"):
-        return functools.partial(write, cache_mode="Norm")
-    return _operator("atb", "_npu_reshape_and_cache", device)
+    if _has("npu", "npu_scatter_pa_kv_cache"):
+        write = _operator("npu", "npu_scatter_pa_kv_cache", device)
+        if _takes(write, "cache_mode"):
+            return functools.partial(_read(write, "npu_scatter_pa_kv_cache"), cache_mode="Norm")
+    return _read(_operator("atb", "_npu_reshape_and_cache", device), "_npu_reshape_and_cache")
 
 
 def nothing(q: torch.Tensor, value_size: int) -> Partial:
@@ -46,10 +51,31 @@ def _operator(namespace, name, device):
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-# torch.compile takes the results of these two and does not look inside: it traces neither an import nor a schema.
+def _read(operator, name):
+    """The operator, with its errors read."""
+
+    def call(*arguments, **named):
+        try:
+            return operator(*arguments, **named)
+        except RuntimeError as error:
+            meaning = _errors.reading(error, name)
+            if meaning is None:
+                raise
+            raise meaning from error
+
+    return call
+
+
+# torch.compile takes the results of these three and does not look inside: it traces neither an import nor a schema.
 @torch.compiler.assume_constant_result
 def _demand(namespace, name, device):
     return _demanded(namespace, name, device)
+
+
+@torch.compiler.assume_constant_result
+def _has(namespace, name):
+    _import_torch_npu()
+    return hasattr(getattr(torch.ops, namespace), name)
 
 
 @torch.compiler.assume_constant_result
@@ -62,7 +88,7 @@ def _demanded(namespace, name, device):
     """True; raises RuntimeError that says what to do where the operator cannot run."""
     _import_torch_npu()
     if not hasattr(getattr(torch.ops, namespace), name):
-        raise RuntimeError(f"the installed torch_npu has no operator {namespace}::{name}. A torch_npu for CANN 8.3 or later has it")
+        raise RuntimeError(f"the installed torch_npu has no operator {namespace}::{name}. A torch_npu for CANN 8.1 or later has it")
     if device == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
         raise RuntimeError(f"{namespace}::{name} runs on an NPU, and the tensors are on the CPU. {HOW}")
     return True

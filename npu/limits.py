@@ -1,5 +1,7 @@
 """What each operator takes, each limit with its evidence, and which of them a call would break: `check` raises, `refusal` predicts.
 
+Sources: the documents of the operators, op-plugin and CANN 8.3 to 9.1; of aclnnFusedInferAttentionScoreV5 for the 950, to which torch_npu
+routes there. `python -m npu support` prints what follows, `evidence.CONFLICTS` lists where sources disagree, `probe` asks a device.
 The functions of `npu` describe a call as `Facts` before they launch anything, so what the conformance kit predicts is what they enforce.
 """
 
@@ -10,21 +12,26 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fattn.types import Unsupported
-
-DOCUMENT = "documentation of the operator (op-plugin, CANN 8.3 to 9.1)"
+from npu.evidence import ASSUMED, DOCUMENTED, HOST_LAYER
 
 
 class Limit(NamedTuple):
-    """One thing that an operator does not take, on which chips and CANN releases, and on what evidence."""
+    """One thing that an operator does not take, and on what evidence: on A2 and A3, and on a 950.
+
+    `on_950` says how the 950's documents differ. The same limits hold everywhere: where a 950 takes more, it is refused all the same.
+    """
 
     operator: str
     argument: str
     text: str
     instead: str
-    evidence: str = DOCUMENT
-    assumption: str | None = None  # the emulator's, where the documents leave it open
-    soc: tuple[str, ...] = ("a2", "a3")
-    cann: str = "8.3 and later"
+    evidence: str = DOCUMENTED
+    evidence_950: str = DOCUMENTED
+    on_950: str = ""
+
+    def evidence_on(self, soc: str) -> str:
+        """On what the limit rests for one of `releases.SOCS`."""
+        return self.evidence_950 if soc == "950" else self.evidence
 
 
 class Choice(NamedTuple):
@@ -44,33 +51,74 @@ FLOATS = ("float16", "bfloat16")
 
 LIMITS = {
     "attention dtype": Limit(_FIA, "q.dtype", "q, k and v are float16 or bfloat16", "cast q, k, v and the cache to float16 or bfloat16"),
-    "softcap": Limit(_FIA, "softcap", "the operator has no cap on scores", "softcap=None, or fattn's function"),
-    "bias dtype": Limit(_FIA, "bias.dtype", "the additive bias (pse_shift) has q's dtype", "bias.to(q.dtype)"),
-    "head size": Limit(_FIA, "head_size", "a head has at most 512 dims, in multiples of 16", "pad the heads of q, k and v with zeros"),
-    "value size": Limit(
-        _FIA, "value_size", "k and v have one shape, except sizes 192 and 128 where the layout is TND", "pad v with zeros to the size of k"
+    "softcap": Limit(
+        _FIA,
+        "softcap",
+        "the operator has no cap on scores",
+        "softcap=None, or fattn's function",
+        evidence=HOST_LAYER,
+        evidence_950=HOST_LAYER,
     ),
-    "heads": Limit(_FIA, "heads", "at most 256 query heads", "split the heads over several calls"),
-    "group": Limit(_FIA, "heads / kv_heads", "at most 64 query heads read one key head", "split the query heads over several calls"),
+    "bias dtype": Limit(_FIA, "bias.dtype", "the additive bias (pse_shift) has q's dtype", "bias.to(q.dtype)"),
+    "head size": Limit(
+        _FIA,
+        "head_size",
+        "a head has at most 512 dims, in multiples of 16",
+        "pad the heads of q, k and v with zeros",
+        on_950="multiples of 16 are not asked for",
+    ),
+    "value size": Limit(
+        _FIA,
+        "value_size",
+        "k and v have one shape, except sizes 192 and 128 where the layout is TND",
+        "pad v with zeros to the size of k",
+        on_950="sizes up to 128 may differ, with sparse modes 0, 2 and 3",
+    ),
+    "heads": Limit(_FIA, "heads", "at most 256 query heads", "split the heads over several calls", on_950="any number"),
+    "group": Limit(
+        _FIA,
+        "heads / kv_heads",
+        "at most 64 query heads read one key head",
+        "split the query heads over several calls",
+        evidence_950=ASSUMED,
+    ),
     "cache layout": Limit(_FIA, "cache.layout", "a paged cache is pbhd (BnBsH) or phbd (BnNBsD)", "paged.convert(cache, layout='pbhd')"),
     "cache strides": Limit(_FIA, "cache", "the cache is contiguous", "allocate k and v as tensors of their own (paged.allocate)"),
     "cache width": Limit(_FIA, "cache.k", "kv_heads * head_size of a pbhd cache is at most 65535", "a phbd cache"),
-    "packed block": Limit(_FIA, "cache.block_size", "in layout TND a block has at most 1024 tokens, in multiples of 16", "blocks of 128"),
+    "packed block": Limit(
+        _FIA,
+        "cache.block_size",
+        "in layout TND a block has at most 1024 tokens, in multiples of 16",
+        "blocks of 128",
+        on_950="for head size 192 as outside TND",
+    ),
     "prefill block": Limit(
         _FIA,
         "cache.block_size",
         "outside layout TND (head size other than 128 and 192, explicit masks, slopes) several queries of a sequence need blocks of "
         "128, 256, 384 or 512 tokens",
         "blocks of 128",
+        on_950="multiples of 16 up to 1024 for head size 64",
     ),
     "decode block": Limit(
-        _FIA, "cache.block_size", "outside layout TND a block has at most 512 tokens, in multiples of 16", "blocks of 128"
+        _FIA,
+        "cache.block_size",
+        "outside layout TND a block has at most 512 tokens, in multiples of 16",
+        "blocks of 128",
+        on_950="up to 1024 for head size 64",
     ),
-    "packed sequences": Limit(_FIA, "batch", "layout TND takes at most 4096 sequences", "split the batch"),
+    "packed sequences": Limit(_FIA, "batch", "layout TND takes at most 4096 sequences", "split the batch", evidence_950=ASSUMED),
     "sequences": Limit(_FIA, "batch", "at most 65536 sequences", "split the batch"),
-    "decode keys": Limit(_FIA, "batch.seq_lens", "one query reads at most 262144 keys", "split the keys and merge the partials"),
+    "decode keys": Limit(
+        _FIA, "batch.seq_lens", "one query reads at most 262144 keys", "split the keys and merge the partials", evidence_950=ASSUMED
+    ),
     "exact lengths": Limit(
-        _FIA, "batch.host.exact", "the operator takes exact lengths as host integers", "build the batch with exact lengths"
+        _FIA,
+        "batch.host.exact",
+        "the operator takes exact lengths as host integers",
+        "build the batch with exact lengths",
+        evidence=HOST_LAYER,
+        evidence_950=HOST_LAYER,
     ),
     "cache dtype": Limit(
         _SCATTER, "cache.dtype", "the caches that attention reads are float16 or bfloat16", "allocate it in float16 or bfloat16"
@@ -78,8 +126,8 @@ LIMITS = {
     "write layout": Limit(_SCATTER, "cache.layout", "rows are written to a pbhd cache alone", "paged.convert(cache, layout='pbhd')"),
     "write strides": Limit(_SCATTER, "cache", "the cache is contiguous", "allocate k and v as tensors of their own (paged.allocate)"),
     "rotary dtype": Limit(_ROTARY, "x.dtype", "float16, bfloat16 or float32", "x.float()"),
-    "rotary size": Limit(_ROTARY, "rotary_size", "an even number of dims below 896", "rotate the heads in two parts"),
-    "rotary heads": Limit(_ROTARY, "heads", "fewer than 1000 heads", "rotate q and k in calls of their own"),
+    "rotary size": Limit(_ROTARY, "rotary_size", "an even number of dims below 896", "rotate the heads in two parts", on_950="up to 1024"),
+    "rotary heads": Limit(_ROTARY, "heads", "fewer than 1000 heads", "rotate q and k in calls of their own", on_950="any number"),
 }
 
 
@@ -163,13 +211,16 @@ class Facts:
 
 def refusal(facts: Facts) -> Unsupported | None:
     """The error that a call of these facts raises, or None where it is supported. Raises ValueError for an unknown operation."""
-    rules = _RULES.get(facts.operation)
-    if rules is None:
-        raise ValueError(f"operation {facts.operation!r} has no limits; one of {', '.join(_RULES)} would work")
-    for name, value in rules(facts):
-        limit = LIMITS[name]
-        return Unsupported(limit.argument, value, f"{limit.text} ({limit.operator}, {'/'.join(limit.soc)})", limit.instead)
-    return None
+    name, value = next(_found(facts), (None, None))
+    if name is None:
+        return None
+    limit = LIMITS[name]
+    return Unsupported(limit.argument, value, f"{limit.text} ({limit.operator})", limit.instead)
+
+
+def broken(facts: Facts) -> str | None:
+    """The name of the limit that a call of these facts breaks first, or None. Raises as `refusal`."""
+    return next(_found(facts), (None, None))[0]
 
 
 def check(facts: Facts):
@@ -177,6 +228,13 @@ def check(facts: Facts):
     error = refusal(facts)
     if error is not None:
         raise error
+
+
+def _found(facts: Facts) -> Iterator[tuple[str, object]]:
+    """Names of the limits that a call breaks, with the values that break them."""
+    if facts.operation not in _RULES:
+        raise ValueError(f"operation {facts.operation!r} has no limits; one of {', '.join(_RULES)} would work")
+    yield from _RULES[facts.operation](facts)
 
 
 def _attention(f: Facts) -> Iterator[tuple[str, object]]:

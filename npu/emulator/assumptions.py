@@ -9,12 +9,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-DOCUMENTED = "documentation"
-PROTOTYPE = "prototype"  # the operators' public source
-HOST_LAYER = "c++ host layer"
-DEVICE = "device message"
-USED = "used by vllm-ascend"
-ASSUMED = "assumed"
+from npu.evidence import ASSUMED, DEVICE, DOCUMENTED, HOST_LAYER, PROTOTYPE, USED
 
 
 class Assumption(NamedTuple):

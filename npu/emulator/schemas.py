@@ -1,4 +1,6 @@
-"""The schemas of the operators that `npu` calls, in three releases of torch_npu, kept as JSON: calls are checked against each.
+"""The schemas of the operators that `npu` calls, in releases of torch_npu, kept as JSON: calls are checked against each of VERSIONS.
+
+OTHERS are kept to say what releases of CANN have which operators and arguments (`npu.releases`).
 
 `python -m npu.emulator.schemas WHEEL...` writes the files anew from downloaded wheels, without importing them.
 """
@@ -17,6 +19,7 @@ import torch
 from npu.emulator import install
 
 VERSIONS = ("2.8.0", "2.10.0.post4", "2.13.0")
+OTHERS = ("2.4.0.post2", "2.5.1", "2.6.0", "2.9.0", "2.9.0.post2")
 OPERATORS = (
     "npu::npu_fused_infer_attention_score",
     "npu::npu_fused_infer_attention_score.out",
@@ -30,6 +33,8 @@ _FOLDER = Path(__file__).with_name("schemas")
 _PROVENANCE = "schema literals read from the shared libraries of {wheel}, not imported"
 # name(arguments) -> results, NUL-terminated among a library's strings
 _LITERAL = re.compile(rb"(?<=\0)((?:npu::|atb::)?_?[a-z]\w*(?:\.\w+)?\([^\0]{0,8000}?\) -> [^\0]{1,300})(?=\0)")
+# the same where the compiler left other bytes right before it
+_GLUED = re.compile(rb"(_npu_reshape_and_cache\(Tensor [^\0]{0,8000}?\) -> [^\0]{1,300})(?=\0)")
 _CHECKS = {
     "Tensor": lambda value: isinstance(value, torch.Tensor),
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -43,9 +48,9 @@ _CHECKS["number"] = _CHECKS["float"]
 
 
 def load(version: str) -> dict[str, str]:
-    """Operator name to schema, for one of VERSIONS. Raises ValueError for another."""
-    if version not in VERSIONS:
-        raise ValueError(f"no schemas are kept of torch_npu {version!r}; there are {', '.join(VERSIONS)}")
+    """Operator name to schema, for one of VERSIONS and OTHERS. Raises ValueError for another."""
+    if version not in VERSIONS + OTHERS:
+        raise ValueError(f"no schemas are kept of torch_npu {version!r}; there are {', '.join(VERSIONS + OTHERS)}")
     return json.loads((_FOLDER / f"{version}.json").read_text())["schemas"]
 
 
@@ -88,7 +93,8 @@ def extract(wheel: Path) -> dict[str, str]:
         for member in archive.namelist():
             if re.search(r"lib/lib(torch_npu|op_plugin[^/]*)\.so$", member):
                 namespace = "atb" if "atb" in member else "npu"
-                for match in _LITERAL.finditer(archive.read(member)):
+                content = archive.read(member)
+                for match in (*_LITERAL.finditer(content), *_GLUED.finditer(content)):
                     schema = match.group(1).decode("utf8", "replace")
                     schema = schema if "::" in schema.split("(")[0] else f"{namespace}::{schema}"
                     found.setdefault(schema.split("(")[0], schema)

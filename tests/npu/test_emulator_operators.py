@@ -80,8 +80,8 @@ def test_kept_schemas_are_those_of_the_imported_wheel():
     assert {name: schemas.from_dispatcher(name) for name in kept} == {name: str(torch._C.parse_schema(text)) for name, text in kept.items()}
     assert all(set(schemas.load(version)) == set(schemas.OPERATORS) for version in schemas.VERSIONS)
     assert "cache_mode" not in schemas.load("2.8.0")[kernels.SCATTER]
-    with pytest.raises(ValueError, match="2.9.0"):
-        schemas.load("2.9.0")
+    with pytest.raises(ValueError, match="2.99"):
+        schemas.load("2.99")
 
 
 MISFITS = {
