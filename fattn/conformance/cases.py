@@ -17,8 +17,10 @@ MASKS: dict[str, Mask] = {
     "causal & window(8, 0)": causal() & window(8, 0),
     "window(6, 3)": window(6, 3),
     "window(None, 2)": window(None, 2),
+    "window(4, None)": window(4, None),
     "causal & chunk(16)": causal() & chunk(16),
     "causal & same": causal() & same("segment"),
+    "causal & window(20, 0) & same": causal() & window(20, 0) & same("segment"),
     "tree": tree("enter", "exit"),
     "causal & (window(3, 0) | same)": causal() & (window(3, 0) | same("segment")),
 }

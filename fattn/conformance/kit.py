@@ -1,4 +1,4 @@
-"""Checking an operation of a target: cases are drawn, their values compared, laws tried, refusals held to what was predicted."""
+"""Checking an operation of a target: cases are drawn, values compared, laws tried, refusals held to what was predicted."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from fattn.conformance import draw, laws, replay
-from fattn.conformance.calls import Call
 from fattn.conformance.cases import Case
 from fattn.conformance.compare import Mismatch
 from fattn.conformance.laws.base import Law
 from fattn.conformance.minimise import minimise
 from fattn.conformance.operations import OPERATIONS
-from fattn.conformance.required import alternatives, required
+from fattn.conformance.refusals import Feature, Features, taken
+from fattn.conformance.required import required
 from fattn.conformance.results import Result
 from fattn.conformance.targets import Target, target_of
 from fattn.conformance.trial import Trial, decisive, precision_of
 from fattn.types import Unsupported
 
 EXAMPLES = 100
-NARROW_ROWS = 3
-VALUE = Law("value", "bound", lambda trial: bool(trial.agrees(trial.got) >= 0), every=1)
+NARROW_ROWS, NARROW_TURNS = 3, 2  # of the covering array: where a law that changes shapes is tried if every shape is a compilation
 
 
 @dataclass
@@ -29,15 +28,15 @@ class _Tally:
     examples: int = 0
     decisive: int = 0
     seconds: float = 0.0
-    worst: float = 0.0
     failure: str = ""
 
 
-@dataclass
-class _Feature:
-    examples: int = 0
-    decisive: int = 0
-    refused: str = ""
+def _value(trial: Trial) -> None:
+    """The result is the oracle's, within its bound; shape, dtype and places of NaN and infinity are the same."""
+    trial.agrees(trial.got)
+
+
+VALUE = Law("value", "bound", _value, every=1)
 
 
 def check(
@@ -54,41 +53,41 @@ def check(
     """Holds one operation of a target to the oracle and the laws: a Result per check, then one per feature.
 
     Draws until `examples` are decisive (at most twice as many). `checks` limits what is tried; `first_failure` stops at the first one that
-    fails. What fails is made small and saved in the folder `failures` (None: neither). `progress` is called after every example.
+    fails. What fails is made small and saved in the folder `failures` (None: neither). `progress` is called after every decisive example.
     """
     target = target_of(target) if isinstance(target, str) else target
     if target.function(operation) is None:
         return [Result(operation, "value", "absent", 0, 0, 0.0, f"{target.name} has no {operation}", core=False)]
     tried = [law for law in (VALUE, *laws.of(operation)) if checks is None or law.name in checks]
     tallies = {law.name: _Tally() for law in tried}
-    features = {(name, value): _Feature() for name, values in OPERATIONS[operation].options.items() for value in values}
-    rows, enough = len(draw.rows(OPERATIONS[operation])), 0
-    unpredicted = ""
-    for index, drawn in enumerate(draw.cases(operation, 2 * examples, seed)):
+    features: Features = {(name, value): Feature() for name, values in OPERATIONS[operation].options.items() for value in values}
+    rows, enough, unpredicted = len(draw.rows(OPERATIONS[operation])), 0, ""
+    for index, case in enumerate(draw.cases(operation, 2 * examples, seed)):
         if enough >= examples and index >= rows:
             break
         try:
-            case = _supported(target, drawn, features)
+            trial = taken(target, case, features)
         except Mismatch as error:
-            unpredicted = unpredicted or f"{error}; {drawn}"
+            unpredicted = unpredicted or f"{error}; {case}"
             continue
-        if case is None:
+        if trial is None:
             continue
-        case, power = decisive(case, precision_of(case, target))
+        planted, power = decisive(trial.case, precision_of(trial.case, target))
+        trial = trial if planted == trial.case else Trial(planted, target)
         enough += power.decisive
-        trial, passed = Trial(case, target), True
+        passed = True
         for law in tried:
-            if tallies[law.name].failure or not _chosen(law, index, rows):
-                continue
-            passed &= _try(law, trial, tallies[law.name], power.decisive, failures)
-            if first_failure and not passed:
-                return _rows(operation, tallies, {}, "", target)
-        if passed:
-            for key in features.keys() & set(case.options):
-                features[key].examples += 1
-                features[key].decisive += power.decisive
-        progress()
-    return _rows(operation, tallies, features, unpredicted, target)
+            if not tallies[law.name].failure and _chosen(law, index, rows, target):
+                passed &= _try(law, trial, tallies[law.name], power.decisive, failures)
+                if first_failure and not passed:
+                    return list(_checks(operation, tallies, ""))
+        for key in features.keys() & set(trial.case.options) if passed else ():
+            features[key].examples += 1
+            features[key].decisive += power.decisive
+        if power.decisive:
+            progress()
+    found = list(_checks(operation, tallies, unpredicted))
+    return found if checks is not None else [*found, *_features(operation, features, target, found)]
 
 
 def tests(
@@ -120,7 +119,7 @@ def fails(check_name: str, case: Case, target: Target) -> str:
     except Unsupported:
         return ""
     except Exception as error:  # a foreign implementation may fail in any way, and each is a result
-        return f"{type(error).__name__}: {error}" if not isinstance(error, Mismatch) else str(error)
+        return _text(error)
     return ""
 
 
@@ -139,82 +138,41 @@ def _try(law, trial, tally, is_decisive, failures) -> bool:
 
 
 def _failure(law, trial, error, failures) -> str:
-    text = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
     if failures is None:
-        return f"{text}; {trial.case}"
+        return f"{_text(error)}; {trial.case}"
     small = minimise(trial.operation, trial.case, lambda case: bool(fails(law.name, case, trial.target)))
-    text = fails(law.name, small, trial.target) or text
+    text = fails(law.name, small, trial.target) or _text(error)
     path = replay.save(failures, trial.target.name, law.name, small)
     return f"{text}; smallest input {small}; replay {path}"
 
 
-def _chosen(law, index, rows) -> bool:
-    return index % rows < NARROW_ROWS and index < 4 * rows if law.narrow else index % law.every == 0
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
 
 
-def _supported(target, case, features) -> Case | None:
-    """The case, or the nearest one to it that the target takes: what it refuses on the way is noted by feature.
-
-    Raises Mismatch where a refusal differs from what the target predicted.
-    """
-    refusal = _refusal(target, case)
-    if refusal is None:
-        return case
-    for other in alternatives(target.name, case):
-        if _refusal(target, other) is None:
-            for feature in set(case.options) - set(other.options):
-                alone = _refusal(target, other.option(*feature))
-                features[feature].refused = features[feature].refused or alone or refusal
-            return other
-    core = required(target.name, case.operation)
-    for name, value in case.options:
-        if value in core[name]:
-            features[name, value].refused = features[name, value].refused or refusal
-    return None
+def _chosen(law, index, rows, target) -> bool:
+    if law.narrow and target.arrays.compiles:
+        return index % rows < NARROW_ROWS and index < NARROW_TURNS * rows
+    return index % law.every == 0
 
 
-def _refusal(target, case) -> str | None:
-    """Why the target refuses the case, or None."""
-    call = OPERATIONS[case.operation].build(case)
-    if target.excluded is not None and (reason := target.excluded(call)) is not None:
-        return reason
-    predicted = target.refusal(call) if target.refusal is not None else None
-    if target.refusal is not None and predicted is None:
-        return None
-    raised = _raised(target, call)
-    if predicted is not None and raised is None:
-        raise Mismatch(f"predicted to be refused ({predicted}), but it ran")
-    return None if raised is None else str(raised)
-
-
-def _raised(target, call: Call) -> Unsupported | None:
-    try:
-        target.run(OPERATIONS[call.operation], call)
-    except Unsupported as error:
-        return error
-    except Exception:  # whatever else goes wrong is for the checks to find
-        return None
-    return None
-
-
-def _rows(operation, tallies, features, unpredicted, target) -> list[Result]:
-    return list(_results(operation, tallies, features, unpredicted, target))
-
-
-def _results(operation, tallies, features, unpredicted, target) -> Iterator[Result]:
+def _checks(operation, tallies, unpredicted) -> Iterator[Result]:
     for name, tally in tallies.items():
-        status = "failed" if tally.failure else "passed" if tally.examples else "unreached"
-        if status != "unreached":
-            yield Result(operation, name, status, tally.examples, tally.decisive, round(tally.seconds, 3), tally.failure, worst=tally.worst)
+        if tally.failure or tally.examples:
+            status = "failed" if tally.failure else "passed"
+            yield Result(operation, name, status, tally.examples, tally.decisive, round(tally.seconds, 3), tally.failure)
     if unpredicted:
         yield Result(operation, "refusals", "failed", 0, 0, 0.0, unpredicted)
-    core = required(target.name, operation)
+
+
+def _features(operation, features, target, checks) -> Iterator[Result]:
+    core, failed = required(target.name, operation), any(result.status == "failed" for result in checks)
     for (name, value), feature in features.items():
         needed = value in core[name]
         status = "passed" if feature.examples else "refused" if feature.refused else "unreached"
-        if needed and (status != "passed" or feature.refused) and not any(tally.failure for tally in tallies.values()):
-            status = "failed"
         reason = feature.refused or ("" if status == "passed" else "no example of it passed")
-        if status == "passed" and feature.refused:
+        if needed and reason:
+            status = "unreached" if failed else "failed"  # after a failure of a check there are few examples
+        elif status == "passed" and reason:
             reason = f"not everywhere: {reason}"
         yield Result(operation, f"{name}={value}", status, feature.examples, feature.decisive, 0.0, reason, core=needed)

@@ -72,7 +72,7 @@ def _moved(base, other, bounds) -> dict[str, float] | None:
     found, any_effect = {}, False
     for path, array in base.items():
         if not is_float(array):
-            found[path] = np.inf if (array != other[path]).any() else 0.0
+            found[path] = 0.0 if array is other[path] or (array == other[path]).all() else np.inf
             any_effect |= found[path] > 0
             continue
         with np.errstate(invalid="ignore"):

@@ -32,7 +32,7 @@ ATTENTION_ON_NPU: Features = {
 ON_NPU: Mapping[str, Features] = {
     "dense.attend": {
         "dtype": ("bfloat16", "float16"),
-        "heads": ("4/2", "6/2", "3/3", "5/1"),
+        "heads": ("4/2", "6/2", "18/18", "5/1"),
         "sizes": ("64/64", "128/128"),
         "mask": (
             "full",
@@ -44,11 +44,11 @@ ON_NPU: Mapping[str, Features] = {
             "tree",
             "causal & (window(3, 0) | same)",
         ),
-        "shape": ("1x130", "65x66", "9x516"),
+        "shape": ("1x129", "65x66", "9x513"),
         "positions": ("array", "range", "scattered"),
         "scale": ("rsqrt", 0.25),
         "softcap": (None,),
-        "bias": (None, "heads", "rows", "hides"),
+        "bias": (None, "heads", "rows", "hides", "columns"),
     },
     "paged.write": {
         "dtype": ("bfloat16", "float16"),
@@ -56,7 +56,7 @@ ON_NPU: Mapping[str, Features] = {
         "block_size": (16, 128),
         "cache": ("2/64/64", "1/128/128"),
         "tokens": (1, 17),
-        "slots": ("all written",),
+        "slots": ("all written", "all written, int64"),
     },
     "paged.attend": ATTENTION_ON_NPU | {"layout": ("pbhd", "phbd"), "lse": ("asked", "not asked")},
     "standard.attend_and_write": ATTENTION_ON_NPU | {"sinks": (None, "some")},

@@ -22,7 +22,6 @@ class Result:
     seconds: float
     reason: str = ""
     core: bool = True
-    worst: float = 0.0  # error in units of the bound
 
 
 def headline(results: list[Result]) -> str:
@@ -34,5 +33,4 @@ def headline(results: list[Result]) -> str:
 
 def as_json(target: str, provider: str, seed: int, results: list[Result]) -> dict:
     """What --json writes."""
-    rows = [{name: value for name, value in asdict(result).items() if name != "worst"} for result in results]
-    return {"target": target, "provider": provider, "seed": seed, "headline": headline(results), "results": rows}
+    return {"target": target, "provider": provider, "seed": seed, "headline": headline(results), "results": [asdict(r) for r in results]}

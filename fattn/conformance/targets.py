@@ -26,6 +26,7 @@ class Arrays:
     to_numpy: Callable[[Any], np.ndarray]
     dtype: Callable[[str], Any]
     compiled: Callable[[Callable], Callable] = lambda function: function
+    compiles: bool = False  # once for every new shape
     strided: Callable[[np.ndarray], Any] | None = None  # the same values with other strides; None where arrays have none
 
 
@@ -128,7 +129,7 @@ def conventional(dtype: str) -> Precision:
 def library(kind: str) -> Arrays:
     """The array library of that name."""
     if kind == "numpy":
-        return Arrays(lambda a: a.copy(), lambda a: np.asarray(a), dtype=np.dtype, strided=_strided)
+        return Arrays(lambda a: a.copy(), lambda a: np.array(a), dtype=np.dtype, strided=_strided)
     return (_jax if kind == "jax" else _torch)()
 
 
@@ -161,7 +162,7 @@ def _jax() -> Arrays:
 
         return call
 
-    return Arrays(jnp.asarray, np.asarray, dtype=jnp.dtype, compiled=compiled)
+    return Arrays(jnp.asarray, np.asarray, dtype=jnp.dtype, compiled=compiled, compiles=True)
 
 
 def _torch() -> Arrays:

@@ -15,7 +15,7 @@ from fattn.types import Partial, Tokens
 def permutation(trial: Trial) -> bool | None:
     """Keys in another order, with their positions, values, labels and biases, give the same result."""
     keys = len(trial.call.arguments["k"])
-    if keys < 2:
+    if keys < 2 or trial.case["positions"] == "range":
         return False
     trial.agrees(trial.run(take_keys(trial.call, trial.rng().permutation(keys))), label="result of permuted keys")
 
@@ -78,7 +78,7 @@ def take_side(side, rows):
 
 DENSE = (
     Law("permuted keys", "bound", permutation, every=3),
-    Law("split keys", "bound", split, narrow=True),
-    Law("repeated heads", "bound", heads, narrow=True),
-    Law("row alone", "bound", alone, narrow=True),
+    Law("split keys", "bound", split, every=3, narrow=True),
+    Law("repeated heads", "bound", heads, every=3, narrow=True),
+    Law("row alone", "bound", alone, every=3, narrow=True),
 )

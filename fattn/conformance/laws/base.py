@@ -13,7 +13,7 @@ class Law:
     """`check` raises Mismatch where the law does not hold and returns False where it says nothing about the trial.
 
     Its docstring is the law. `kind` is "bits", "bound" or "declared bits". Of the cases, every `every`-th is tried; `narrow` laws change
-    shapes, which a compiling library pays for, so they are tried on a few rows of options alone.
+    shapes: where a library compiles every new shape they are tried on a few cases alone.
     """
 
     name: str

@@ -121,7 +121,7 @@ def relative(trial: Trial) -> bool | None:
         raise Mismatch(f"{moved}, at most {allowed.max():.3g} is rounding")
 
 
-VISIBLE = (Law("pairwise rule", "bits", pairwise, narrow=True),)
+VISIBLE = (Law("pairwise rule", "bits", pairwise, every=3, narrow=True),)
 COMPRESSED = (Law("others refused", "bits", others_refused, every=40),)
 EXPAND = (Law("expanded = visible", "bits", compressed_is_visible, every=8),)
 MERGE = (

@@ -13,14 +13,14 @@ from fattn.types import Range, Tokens
 
 OPTIONS = {
     "dtype": ("float32", "bfloat16", "float16"),
-    "heads": ("4/2", "6/2", "3/3", "5/1"),
-    "sizes": ("64/64", "128/128", "32/16"),
-    "mask": tuple(name for name in MASKS if name != "window(None, 2)"),
-    "shape": ("1x130", "65x66", "9x516"),
+    "heads": ("4/2", "6/2", "18/18", "5/1"),
+    "sizes": ("64/64", "128/128", "40/24"),
+    "mask": tuple(name for name in MASKS if name not in ("window(None, 2)", "window(4, None)", "causal & window(20, 0) & same")),
+    "shape": ("1x129", "65x66", "9x513"),
     "positions": ("array", "range", "scattered"),
     "scale": ("rsqrt", 0.25),
     "softcap": (None, 3.0, 30.0),
-    "bias": (None, "heads", "rows", "hides"),
+    "bias": (None, "heads", "rows", "hides", "columns"),
 }
 
 
@@ -118,7 +118,7 @@ def _seen(call):
 
 
 def _bias(case, rng, h, queries, keys, q_pos, k_pos):
-    shapes = {"heads": (h, 1, keys), "rows": (queries, keys), "hides": (h, queries, keys)}
+    shapes = {"heads": (h, 1, keys), "rows": (queries, keys), "hides": (h, queries, keys), "columns": (h, queries, 1)}
     if case["bias"] is None:
         return None
     bias = rng.standard_normal(shapes[case["bias"]])

@@ -37,7 +37,7 @@ VISIBLE = Operation(
     lengths=lengths,
 )
 
-BANDS = ("full", "causal", "left", "both", "right", "causal & left", "windows")
+BANDS = ("full", "causal", "left", "both", "right", "open right", "causal & left", "windows")
 
 
 def band_mask(case: Case) -> Mask:
@@ -49,6 +49,7 @@ def band_mask(case: Case) -> Mask:
         "left": window(left, 0),
         "both": window(left, right),
         "right": window(None, right),
+        "open right": window(left, None),
         "causal & left": causal() & window(left, right),
         "windows": window(left, right) & window(other, None),
     }[case["band"]]

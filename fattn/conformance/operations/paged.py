@@ -26,7 +26,7 @@ def cache_of(case: Case, rng: np.random.Generator, num_blocks: int) -> Pages:
 
 
 def _allocate(case: Case) -> Call:
-    num_blocks, hk, d, dv = (int(n) for n in case.rng().integers(1, 7, 4))
+    num_blocks, hk, d, dv = ((1, 1, 16, 16), (3, 2, 64, 64), (5, 4, 32, 16))[int(case.rng().integers(3))]
     arguments = {"num_blocks": num_blocks, "kv_heads": hk, "head_size": d, "value_size": dv}
     return Call("paged.allocate", arguments, {"block_size": case["block_size"], "layout": case["layout"], "dtype": case["dtype"]})
 
@@ -65,7 +65,7 @@ def cache_flips(call: Call, name: str = "cache") -> Flips:
 
 CONVERT = Operation(
     "paged.convert",
-    {"dtype": DTYPES, "layout": LAYOUTS, "to": LAYOUTS, "block_size": (16, 128), "cache": ("2/16/16", "1/64/64", "3/16/8")},
+    {"dtype": DTYPES, "layout": LAYOUTS, "to": LAYOUTS, "block_size": (16, 128), "cache": ("2/16/16", "1/64/64", "3/16/8", "16/8/8")},
     _convert,
     cache_flips,
     results=lambda case: {".k": "input", ".v": "input"},
@@ -81,6 +81,8 @@ def _write(case: Case) -> Call:
         slots = np.where(rng.random(tokens) < 0.4, -rng.integers(1, 5, tokens), slots).astype(np.int32)
     if case["slots"] == "some past the end":
         slots = np.where(rng.random(tokens) < 0.4, total + rng.permutation(tokens), slots).astype(np.int32)
+    if case["slots"] == "all written, int64":
+        slots = slots.astype(np.int64)
     k, v = (rng.standard_normal((tokens, hk, size)).astype(dtype_of(case["dtype"])) for size in (d, dv))
     return Call("paged.write", {"cache": cache, "k": k, "v": v, "slots": slots}, {})
 
@@ -118,7 +120,7 @@ WRITE = Operation(
         "block_size": (16, 128),
         "cache": ("2/64/64", "1/128/128"),
         "tokens": (1, 17),
-        "slots": ("all written", "some unwritten", "some past the end"),
+        "slots": ("all written", "all written, int64", "some unwritten", "some past the end"),
     },
     _write,
     _write_flips,
@@ -160,7 +162,7 @@ GATHER = Operation(
         "dtype": DTYPES,
         "layout": LAYOUTS,
         "block_size": (16, 128),
-        "cache": ("2/16/16", "1/64/32"),
+        "cache": ("2/16/16", "1/32/64"),
         "ids": ("all known", "some unknown"),
     },
     _gather,

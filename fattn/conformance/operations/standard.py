@@ -165,7 +165,7 @@ def _forward(case: Case) -> Call:
 def _prepared(get, call: Call):
     x, weights, cache, batch = call.arguments.values()
     prepared = get("standard.prepare")(weights, config=call.static["config"])
-    return get("standard.forward")(x, prepared, cache, batch, config=call.static["config"])
+    return get("standard.forward")(x, prepared, cache, batch, **call.static)
 
 
 def _forward_flips(call: Call) -> Flips:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from fattn.types import And, Causal, Chunk, Compressed, Full, Mask, Or, Range, Same, Tokens, Tree, Unsupported, Window, band
@@ -23,7 +25,7 @@ def compressed(*, mask: Mask) -> Compressed:
     left, right = (INT32_MAX if side is None else side for side in limits)
     if limits == (None, None):
         return Compressed(0, left, right, None)
-    return Compressed(3 if limits == (None, 0) else 4, left, right, ~np.tri(2048, dtype=bool))
+    return Compressed(3 if limits == (None, 0) else 4, left, right, _triangle())
 
 
 def expand(compressed: Compressed, *, query_len: int, kv_len: int):
@@ -34,6 +36,11 @@ def expand(compressed: Compressed, *, query_len: int, kv_len: int):
     if compressed.sparse_mode == 3:
         return (j <= p) & (p >= 0)
     return (j >= p - compressed.pre_tokens) & (j <= p + compressed.next_tokens) & (p >= 0)
+
+
+@cache
+def _triangle():
+    return ~np.tri(2048, dtype=bool)
 
 
 def positions(side):
