@@ -1,7 +1,7 @@
 """The aclnn functions that the wheel's C++ layer calls on the host-memory device: their arguments, and the emulator's kernels behind them.
 
 The order of arguments is that of the published prototypes, one document a function: aclnnFusedInferAttentionScoreV3 and V4,
-aclnnScatterPaKvCache, aclnnRotaryPositionEmbedding and its V2, aclnnInplaceCopy and aclnnCast, in the operator libraries' documents.
+aclnnScatterPaKvCache, aclnnRotaryPositionEmbedding and its V2, and aclnnInplaceCopy, in the operator libraries' documents.
 """
 
 from __future__ import annotations
@@ -82,5 +82,4 @@ FUNCTIONS = {
     "aclnnRotaryPositionEmbedding": Function(_ROTARY | {"out": TENSOR}, _rotate, ("out",)),
     "aclnnRotaryPositionEmbeddingV2": Function(_ROTARY | {"rotate": TENSOR, "out": TENSOR}, _rotate, ("out",)),
     "aclnnInplaceCopy": Function({"to": TENSOR, "source": TENSOR}, _copy, ("to",)),
-    "aclnnCast": Function({"source": TENSOR, "dtype": INTEGER, "to": TENSOR}, _copy, ("to",)),
 }

@@ -1,7 +1,7 @@
 """What torch's own operators compute on the host-memory device: their CPU kernels, on the same bytes.
 
 They replace the wheel's kernels for this device, whose aclnn functions nothing computes. Allocation, copies, views and storage stay the
-wheel's own.
+wheel's own. ATB's operators, which are C++ objects behind the wheel's C++ layer, get the emulator's kernels in the same way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from npu.emulator.acl import Library, on_bytes
 from npu.emulator.behind import operator
+from npu.emulator.kernels import EMULATED
 
 # The wheel's own: allocation, copies and what belongs to storages and streams.
 _STAYS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_with_format", "unsafe_empty_with_format"}
@@ -25,14 +26,12 @@ _libraries: list[torch.library.Library] = []  # a registration lives as long as 
 
 def register_all(library: Library):
     """Puts the CPU kernel of every operator of torch, apart from those that stay the wheel's, behind the device; once a process."""
-    registered = torch.library.Library("aten", "IMPL")
-    names = {name for key in ("CPU", _KEY) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
-    for name in sorted(names):
-        if name.startswith("aten::") and name.removeprefix("aten::").split(".")[0] not in _STAYS and _is_torchs(name):
-            overload = operator(name)
-            if not overload.is_view:
-                registered.impl(name.removeprefix("aten::"), functools.partial(_on_same_bytes, library, overload), _KEY)
-    _libraries.append(registered)
+    for namespace, names in (("aten", _torchs()), ("atb", [name for name in EMULATED if name.startswith("atb::")])):
+        registered = torch.library.Library(namespace, "IMPL")
+        for name in names:
+            kernel = functools.partial(_on_same_bytes, library, operator(name))
+            registered.impl(name.removeprefix(f"{namespace}::"), kernel, _KEY)
+        _libraries.append(registered)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,9 +50,17 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _is_torchs(name):
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    return hasattr(torch.ops.aten, base) and (overload or "default") in getattr(torch.ops.aten, base).overloads()
+def _torchs():
+    """The names of torch's operators that have a kernel for the CPU or for the wheel's device, and whose bytes are theirs alone."""
+    for name in sorted({name for key in ("CPU", _KEY) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}):
+        namespace, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        # the wheel has names of its own in aten, which no schema describes
+        known = (
+            namespace == "aten" and hasattr(torch.ops.aten, base) and (overload or "default") in getattr(torch.ops.aten, base).overloads()
+        )
+        if known and base not in _STAYS and not operator(name).is_view:
+            yield name
 
 
 def _on_same_bytes(library, overload, *positional, **keywords):

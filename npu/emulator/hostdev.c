@@ -134,8 +134,9 @@ long aclrtCreateStreamWithConfig(void **s, uint32_t priority, uint32_t flag) { r
 long aclrtDestroyStream(void *s) { return drain(s, 0, 0); }
 long aclrtDestroyStreamForce(void *s) { return drain(s, 0, 0); }
 long aclrtSynchronizeStream(void *s) {
-    if (at_once(s)) { host_seen = written; return 0; }
-    return drain(s, 0, 0);
+    uint64_t seen = at_once(s) ? written : ((Stream *)s)->seen;
+    host_seen = seen > host_seen ? seen : host_seen;
+    return at_once(s) ? 0 : drain(s, 0, 0);
 }
 long aclrtSynchronizeStreamWithTimeout(void *s, int32_t timeout) { return aclrtSynchronizeStream(s); }
 long aclrtSynchronizeDevice(void) { return drain_all(); }
@@ -155,7 +156,7 @@ long aclrtRecordEvent(void *p, void *s) {
     e->recorded++;
     e->on = s;
     e->queries = 0;
-    e->written = at_once(s) ? written : 0;
+    e->written = at_once(s) ? written : ((Stream *)s)->seen; /* waits pass on */
     if (at_once(s) || !((Stream *)s)->first) { e->done = e->recorded; return 0; }
     Work *w = collect(s, MARK);
     w->event = e;

@@ -4,7 +4,7 @@ The wheel checks arguments, allocates outputs, chooses the aclnn function for th
 functions to the emulator's kernels, `aten` gives torch's own operators their CPU kernels, and an unbound function raises an error that
 names it. Side streams do their work only where something waits for it (hostdev.c). x86-64 only.
 
-ATB's operators take C++ objects and are not reachable here.
+ATB's operators are C++ objects that nothing can stand in for: their kernels run on the same bytes without the C++ layer.
 """
 
 from __future__ import annotations
