@@ -87,7 +87,7 @@ class Target:
 
     def to_numpy(self, result):
         """A result of the target as NumPy arrays."""
-        return rebuild(result, lambda array: array if isinstance(array, np.ndarray) else self.arrays.to_numpy(array))
+        return rebuild(result, lambda array: array.copy() if isinstance(array, np.ndarray) else self.arrays.to_numpy(array))
 
     def _argument(self, value, change, mask):
         if isinstance(value, Batch):

@@ -7,7 +7,6 @@ import numpy as np
 
 from fattn.conformance.faults.fault import Fault, Steps, attention
 from fattn.conformance.plain import dense
-from fattn.types import Partial, causal
 
 
 def cap_after_the_bias(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=None):
@@ -114,19 +113,6 @@ def bias_in_bfloat16(z, bias, seen):
     return z + np.where(seen, bias, 0).astype(ml_dtypes.bfloat16).astype(z.dtype)
 
 
-def sdpa_causal(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=None):
-    """torch's own attention with is_causal, which aligns top-left, where nothing but causal is asked for."""
-    import torch
-
-    unpadded = all((dense.positions(side) >= 0).all() for side in (q_pos, k_pos))
-    if mask != causal() or bias is not None or softcap is not None or q.dtype != np.float32 or not unpadded:
-        return dense.attend(q, k, v, q_pos, k_pos, bias, mask=mask, scale=scale, softcap=softcap)
-    q, k, v = (torch.from_numpy(np.ascontiguousarray(x)).transpose(0, 1)[None] for x in (q, k, v))
-    grouped = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    right = dense.attend(*(x[0].transpose(0, 1).numpy() for x in (q, k, v)), q_pos, k_pos, mask=mask, scale=scale)
-    return Partial(grouped[0].transpose(0, 1).numpy(), right.lse)
-
-
 def _fault(name, kind, function, why):
     return Fault(name, kind, "dense.attend", function, why)
 
@@ -150,5 +136,4 @@ FAULTS = (
     _fault("bias_is_scaled", "scale", bias_is_scaled, "the scale is multiplied in last"),
     _fault("ignores_bias", "ignored argument", attention(Steps(add=without_bias)), "the bias hides keys but is not added"),
     _fault("bias_in_bfloat16", "low precision", attention(Steps(add=bias_in_bfloat16)), "the bias is cast to a kernel's type"),
-    _fault("torch_is_causal", "causal alignment", sdpa_causal, "is_causal is top-left"),
 )

@@ -17,6 +17,16 @@ def finite_stand_in(z, seen, v):
     return dense.softmax(np.where(seen, z, z.dtype.type(LOWEST)), np.ones_like(seen), v)
 
 
+def torch_masked_fill(z, seen, v):
+    """In torch, as it is usually written: masked_fill with the lowest number, softmax, logsumexp."""
+    import torch
+
+    scores = torch.from_numpy(z).masked_fill(torch.from_numpy(~seen), torch.finfo(torch.float32).min)
+    values = torch.from_numpy(np.ascontiguousarray(v.transpose(1, 0, 2).astype(z.dtype)))
+    out = torch.softmax(scores, -1) @ values
+    return Partial(out.transpose(0, 1).contiguous().numpy(), torch.logsumexp(scores, -1).T.contiguous().numpy())
+
+
 def leading_empty_rows(z, seen, v):
     """Rows before the first one that sees a key start from equal weights."""
     result, some = dense.softmax(z, seen, v), seen.any((0, 2))
@@ -222,6 +232,7 @@ def _softmax(name, kind, step, why):
 
 FAULTS = (
     _softmax("masks_with_a_finite_score", "empty rows", finite_stand_in, "a stand-in for -inf is never taken back"),
+    _softmax("torch_masked_fill_with_the_lowest", "empty rows", torch_masked_fill, "finfo.min is a number like any other"),
     _softmax("leading_empty_rows_average_the_values", "empty rows", leading_empty_rows, "the first tile starts from equal weights"),
     _softmax("lse_of_nothing_is_plus_infinity", "empty rows", empty_lse_is_plus_infinity, "-log(0)"),
     _softmax("lse_of_nothing_is_finite", "empty rows", empty_lse_is_lowest, "the lowest float stands for -inf"),
