@@ -104,6 +104,7 @@ def _print_facts(runs, cann):
         "Python": f"{platform.python_version()} on {platform.machine()}",
         "torch": _version("torch"),
         "torch_npu": f"{runs.split()[-1]} in {installed}" if emulated else str(installed or "none"),
+        "npu:0": _host_memory(emulated),
         "gcc": _output(gcc, "--version") if gcc else "none",
         "cache": str(wheel.cache_folder()),
     }
@@ -111,6 +112,15 @@ def _print_facts(runs, cann):
     for name, value in facts.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def _host_memory(emulated):
+    """What npu:0 tensors would be."""
+    from npu.emulator import hostdev
+
+    if not emulated:
+        return "this host's own"
+    return hostdev.problem() or "install(device='npu') makes it, in host memory, behind the wheel's C++ layer (ATB's operators apart)"
 
 
 def _print_operators(on_cpu):

@@ -89,8 +89,8 @@ def _emulate(target, on_device):
         _behind_the_wheel(target, on_device)
     declare(target)
     name = f"emulated torch_npu {sys.modules['torch_npu'].__version__.split('+')[0]}"
+    name += " on npu:0 in host memory" if hostdev.started() else ""
     line = f"{name} ({target.chip}, CANN {target.cann}): the wheel's schemas and Meta kernels, CPU kernels from the documents, no NPU"
-    line += ", host memory as npu:0" if hostdev.started() else ""
     if [name, line] != _installed:
         print(line, flush=True)
     _installed[:] = [name, line]

@@ -20,6 +20,7 @@ _STAYS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 _STAYS |= {"empty_with_swapped_memory", "copy_", "_copy_from", "_copy_from_and_resize", "_to_copy", "clone", "contiguous", "copy_memory_"}
 _STAYS |= {"_lazy_clone", "resize_", "resize_as_", "set_", "is_set_to", "record_stream", "is_pinned", "pin_memory", "_pin_memory"}
 _STAYS |= {"_local_scalar_dense", "as_strided", "view", "_reshape_alias", "unfold", "detach"}
+_TAKE_INDICES_FROM_THE_HOST = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _KEY = "PrivateUse1"
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its library
 
@@ -44,8 +45,8 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a CPU tensor in a new tensor of the device."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="npu")
+    """The values of a CPU tensor in a new tensor of the device, with its strides where no two elements share a place."""
+    made = torch.empty_like(tensor, device="npu")
     alias(made).copy_(tensor)
     return made
 
@@ -64,11 +65,16 @@ def _torchs():
 
 
 def _on_same_bytes(library, overload, *positional, **keywords):
+    given_tensors = [leaf for leaf in tree_leaves((positional, keywords)) if isinstance(leaf, torch.Tensor)]
+    # a tensor of no dimensions goes as a launch argument
+    elsewhere = [tensor for tensor in given_tensors if tensor.device.type != "npu" and tensor.ndim]
+    if elsewhere and overload.__name__.split(".")[0] not in _TAKE_INDICES_FROM_THE_HOST:
+        raise RuntimeError(f"{overload.name()}: expected all tensors on one device, but found {elsewhere[0].device} beside npu:0")
     stream = torch.npu.current_stream().npu_stream
     side = library.is_side(stream)
     if side:
         library.runtime.fattn_drain(stream)
-        if library.races(stream, tree_leaves((positional, keywords))):
+        if library.races(stream, given_tensors):
             raise RuntimeError(f"{overload.name()}: {library.message()}")
     arguments = overload._schema.arguments
     given = dict(zip([argument.name for argument in arguments], positional, strict=False)) | keywords

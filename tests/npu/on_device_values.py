@@ -4,6 +4,7 @@ import pytest
 import torch
 from compiled import COMPILERS, compiled, exported
 from device_cases import assert_same_bits, cases, paged
+from layer_cases import normal
 
 import npu
 from fattn.types import Range, causal
@@ -62,6 +63,26 @@ def test_hidden_traffic_fails(reads):
     x = torch.ones(3, device="npu")
     with launches.traffic_forbidden(), pytest.raises(RuntimeError, match="hidden traffic"):
         reads(x)
+
+
+def test_torchs_operators_refuse_tensors_on_two_devices():
+    with pytest.raises(RuntimeError, match="expected all tensors on one device, but found cpu beside npu:0"):
+        torch.ones(3, device="npu") + torch.zeros(3)
+    assert torch.equal((torch.ones(3, device="npu") + torch.tensor(2.0)).cpu(), torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_a_decode_step_is_two_launches(head_size):
+    batch, cache = paged("npu", [1, 1, 1], [5, 130, 17], causal(), head_size)
+    q, k = normal(3, 4, head_size, seed=1).npu(), normal(3, 2, head_size, seed=2).npu()
+    before = hostdev.library().calls()
+    with launches.count() as launched:
+        npu.standard.attend_and_write(q, k, k, cache, batch, mask=causal(), scale=0.1)
+    assert {name: count for name, count in launched.items() if count} == {
+        "npu::npu_scatter_pa_kv_cache": 1,
+        "npu::npu_fused_infer_attention_score": 1,
+    }
+    assert hostdev.library().calls() - before == {"aclnnScatterPaKvCache": 1, "aclnnFusedInferAttentionScoreV3": 1}
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

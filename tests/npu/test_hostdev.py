@@ -44,7 +44,7 @@ def test_on_the_device(outcomes, name):
 
 
 def test_the_process_says_what_it_is(outcomes):
-    assert "emulated torch_npu" in outcomes[1] and "no NPU, host memory as npu:0" in outcomes[1]
+    assert "emulated torch_npu" in outcomes[1] and "on npu:0 in host memory" in outcomes[1] and "no NPU" in outcomes[1]
 
 
 def run(code):
