@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fattn import _pytree  # noqa: F401  (Tokens, Range, Pages and Batch become JAX values)
-from fattn._placement import check_placed
+from fattn._placement import check_alike, check_placed
 from fattn.types import LAYOUTS, Range, Tokens
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -40,9 +40,10 @@ def check_attend(q, k, v, q_pos, k_pos, *, softcap):
         if count != rows:
             raise ValueError(f"{name} has {count} positions for {rows} rows of {name[0]}; layout is [rows, heads, size]")
     check_softcap(softcap)
-    for name, array in (("k", k), ("v", v)):
-        check_placed(name, array, heads=1, like=("q", q, 1))
     check_placed("q", q, heads=1, free=(0,))
+    for name, array in (("k", k), ("v", v)):
+        check_placed(name, array, heads=1)
+        check_alike(name, array, 1, "q", q, 1)
 
 
 def check_rows(name, array):
@@ -107,8 +108,9 @@ def check_new_keys(cache, k, v, slots):
             raise ValueError(f"{name} has shape {list(rows.shape)}, but cache.{name} holds [rows, heads, size] = {['rows', *held]}")
         if rows.dtype != pages.dtype:
             raise ValueError(f"{name} has dtype {rows.dtype}, but the cache holds {pages.dtype}; cast it first")
-        check_placed(name, rows, heads=1, like=(f"cache.{name}", pages, heads))
         check_placed(f"cache.{name}", pages, heads=heads)
+        check_placed(name, rows, heads=1)
+        check_alike(name, rows, 1, f"cache.{name}", pages, heads)
     check_keys_and_values(k, v)
     if slots.shape != k.shape[:1] or not jnp.issubdtype(slots.dtype, jnp.integer):
         raise ValueError(f"slots must be {k.shape[0]} integers, one a row of k, got {slots.dtype}{list(slots.shape)}")
@@ -131,9 +133,10 @@ def check_paged(q, cache, batch, slopes, *, mask, softcap):
     check_labels(batch, mask)
     if slopes is not None and slopes.shape != q.shape[1:2]:
         raise ValueError(f"slopes has shape {list(slopes.shape)}, but q has {q.shape[1]} heads")
-    check_placed("q", q, heads=1, like=("cache.k", cache.k, heads))
-    for name, pages in (("k", cache.k), ("v", cache.v)):
-        check_placed(f"cache.{name}", pages, heads=heads, like=("q", q, 1))
+    check_placed("q", q, heads=1)
+    for name, pages in (("cache.k", cache.k), ("cache.v", cache.v)):
+        check_placed(name, pages, heads=heads)
+        check_alike(name, pages, heads, "q", q, 1)
 
 
 def check_batch(batch, rows, cache):

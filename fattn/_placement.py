@@ -8,11 +8,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fattn.types import Pages, Unsupported
 
 
-def check_placed(name, array, *, heads, like=None, free=()):
-    """Raises Unsupported where an array is sharded along anything but its heads (axis `heads`) and the axes in `free`.
-
-    `like` = (name, array, its axis of heads) must have its heads sharded the same way.
-    """
+def check_placed(name, array, *, heads, free=()):
+    """Raises Unsupported where an array is sharded along anything but its heads (axis `heads`) and the axes in `free`."""
     spec = jax.typeof(array).sharding.spec
     for axis, over in enumerate(spec):
         if over is not None and axis != heads and axis not in free:
@@ -22,10 +19,12 @@ def check_placed(name, array, *, heads, like=None, free=()):
                 f"axis {axis} is sharded over {over!r}, and only heads (axis {heads}) may be",
                 "shard the heads (jax.reshard), or attend to each shard's keys by itself and merge.merge the Partials",
             )
-    if like is None:
-        return
-    other, peer, axis = like
-    theirs = jax.typeof(peer).sharding.spec[axis]
+
+
+def check_alike(name, array, heads, other, peer, peer_heads):
+    """Raises Unsupported where the heads of two arrays, at axes `heads` and `peer_heads`, are not sharded the same way."""
+    spec = jax.typeof(array).sharding.spec
+    theirs = jax.typeof(peer).sharding.spec[peer_heads]
     if spec[heads] != theirs:
         raise Unsupported(
             name,

@@ -38,7 +38,8 @@ def write(cache: Pages, k: Float[Array, "t hk d"], v: Float[Array, "t hk dv"], s
     cache, k, v, slots = as_arrays((cache, k, v, slots))
     check_new_keys(cache, k, v, slots)
     total = _num_blocks(cache) * cache.block_size
-    slots = jnp.where(slots < 0, total, slots)  # JAX counts negative indices from the end
+    # what is not written goes past the end, where nothing comes twice: JAX counts negative indices from the end
+    slots = jnp.where((slots < 0) | (slots >= total), total + jnp.arange(slots.shape[0]), slots)
     if slots.shape[0] == 1:  # XLA on a CPU copies the cache to scatter one row, not to scatter two: a second one, which is dropped
         k, v, slots = jnp.concatenate([k, k]), jnp.concatenate([v, v]), jnp.append(slots, total)
     write_pages = _written if cache.k.dtype == jnp.bfloat16 else _scattered
@@ -120,11 +121,11 @@ def _found(pages, ids, layout):
 
 def _scattered(pages, new, slots, layout, block_size):
     if layout == "phbd":
-        return pages.at[slots // block_size, :, slots % block_size].set(new, mode="drop")
+        return pages.at[slots // block_size, :, slots % block_size].set(new, mode="drop", unique_indices=True)
     if layout == "pbhd":
-        return pages.reshape(-1, *pages.shape[2:]).at[slots].set(new, mode="drop").reshape(pages.shape)
+        return pages.reshape(-1, *pages.shape[2:]).at[slots].set(new, mode="drop", unique_indices=True).reshape(pages.shape)
     rows = pages.reshape(pages.shape[0], -1, pages.shape[3])
-    return rows.at[:, slots].set(new.swapaxes(0, 1), mode="drop").reshape(pages.shape)
+    return rows.at[:, slots].set(new.swapaxes(0, 1), mode="drop", unique_indices=True).reshape(pages.shape)
 
 
 def _written(pages, new, slots, layout, block_size):
@@ -140,7 +141,8 @@ def _written(pages, new, slots, layout, block_size):
 
 def _selected(pages, new, slots, layout, block_size):
     sizes = dict(zip(layout, pages.shape, strict=True))
-    token = jnp.full(sizes["p"] * block_size, -1, jnp.int32).at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
+    token = jnp.full(sizes["p"] * block_size, -1, jnp.int32)
+    token = token.at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop", unique_indices=True)
     rows = _reordered(new[token].reshape(sizes["p"], block_size, *new.shape[1:]), "pbhd", layout)
     written = _reordered((token >= 0).reshape(sizes["p"], block_size, 1, 1), "pbhd", layout)
     return jnp.where(written, rows, pages)
