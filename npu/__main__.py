@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
@@ -68,6 +70,49 @@ def support(
         for row in cells:
             table.add_row(*row, style="dim" if row[3] == supported.ABSENT else "yellow" if row[3] == supported.REFUSED else None)
         wide.print(table, highlight=False)
+
+
+@app.command()
+def probe(
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the answers as JSON: what to send back.")] = None,
+    soc: Annotated[Literal["a2", "a3"], typer.Option(help="The chip that an emulation declares.")] = "a2",
+    cann: Annotated[str, typer.Option(help="The CANN release that an emulation declares.")] = "9.1.0",
+    only: Annotated[list[str] | None, typer.Option(help="Ask only this limit or assumption; may be repeated.")] = None,
+):
+    """Asks the operators of this host whether the limits and the emulator's assumptions hold; takes one device, for seconds.
+
+    Exit 0: the questions were asked, whatever the answers; 1: nothing runs here; 2: bad usage.
+    """
+    # an operator's error comes from the call that made it, not from a later one
+    os.environ.setdefault("ASCEND_LAUNCH_BLOCKING", "1")
+    from npu import probe as probed
+    from npu.probe import here
+
+    try:
+        provider, device, chip, release = here.install(soc, cann)
+    except (RuntimeError, ImportError, OSError) as error:
+        console.print(f"[red]problem[/red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    emulated, answers = provider.startswith("emulated"), []
+
+    def noted(answer):
+        _show_answer(answer)
+        answers.append(answer)
+        if json_file is not None:  # each time: a device may end the process
+            probed.write(json_file, probed.Report(provider, emulated, chip, release, _version("torch_npu"), tuple(answers)))
+
+    try:
+        probed.ask(device, only or (), noted)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from error
+    source = "of the emulation: they test the probe, and say nothing about a device" if emulated else f"of {provider}"
+    console.print(f"{probed.summary(answers)}; answers {source}", style="bold", highlight=False, soft_wrap=True)
+
+
+def _show_answer(answer):
+    style = {"holds": "green", "differs": "red", "refused": "yellow"}.get(answer.answer, "dim")
+    said = answer.message if len(answer.message) < 100 else answer.message[:97] + "..."
+    console.print(f"[{style}]{answer.answer:9}[/] {answer.kind:10} {answer.id:24} {escape(said)}", highlight=False, soft_wrap=True)
 
 
 def _conflicts():
