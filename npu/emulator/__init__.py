@@ -43,7 +43,7 @@ def install(soc: str = "a2", cann: str = "9.1.0", variants: Sequence[str] = (), 
         _installed.append(_device_name())
         print(f"{_installed[0]}: this host's own NPU and torch_npu run; nothing is emulated", flush=True)
     elif not _installed or provider().startswith("emulated"):
-        if device == "npu":
+        if device == "npu" or hostdev.started():
             hostdev.check(target, installed=bool(_installed))
         _emulate(target, on_device=device == "npu")
     return provider()

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-_FAILED = 561103  # what an operator's own checks report
+# the documented codes: a parameter that the operator refuses, a failure inside it; and those of the stand-ins, see their sources
+_REFUSED, _FAILED, _NOT_EMULATED, _RACE = 161002, 561103, 561999, 507900
 _DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16, 9: torch.int64}
 _DTYPES |= {11: torch.float64, 12: torch.bool, 27: torch.bfloat16}
 
@@ -128,7 +129,7 @@ class Library:
                 return self._checked(_too_small)(size, function.workspace(arguments))
             if self.is_side(stream):
                 if self.races(stream, arguments.values()):
-                    return _FAILED
+                    return _RACE
                 self.runtime.fattn_collect(stream, self._run_token, token)
                 return 0
             status = self._run(token)
@@ -195,7 +196,8 @@ class Library:
             # message, which the wheel raises.
             except Exception as error:
                 self.runtime.fattn_message(f"{type(error).__name__}: {error}".encode())
-                return _FAILED
+                refused = _NOT_EMULATED if isinstance(error, NotImplementedError) else _REFUSED
+                return refused if isinstance(error, RuntimeError) else _FAILED
             return 0
 
         return call

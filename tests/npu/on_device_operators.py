@@ -157,7 +157,7 @@ REFUSED_BY_EMULATOR = {  # what the C++ layer lets through, and a device would r
 @pytest.mark.parametrize("name", REFUSED_BY_EMULATOR)
 def test_limits_come_back_as_a_devices_error(name):
     call, rule = REFUSED_BY_EMULATOR[name]
-    with pytest.raises(RuntimeError, match="error code is 561103") as refused:
+    with pytest.raises(RuntimeError, match="error code is 161002") as refused:
         run(moved(call, "npu"))
     assert rule in str(refused.value)
 

@@ -1,13 +1,17 @@
 """Run by test_hostdev.py in a process of its own: every function of npu on npu:0 tensors, against the same on CPU tensors."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from compiled import COMPILERS, compiled, exported
 from device_cases import assert_same_bits, cases, paged
-from layer_cases import normal
+from layer_cases import batch_of, normal
 
 import npu
-from fattn.types import Range, causal
+from fattn.types import Pages, Range, Unsupported, causal
+from npu import emulator
 from npu.emulator import hostdev, launches
 
 CPU, NPU = cases("cpu"), cases("npu")
@@ -63,6 +67,23 @@ def test_hidden_traffic_fails(reads):
     x = torch.ones(3, device="npu")
     with launches.traffic_forbidden(), pytest.raises(RuntimeError, match="hidden traffic"):
         reads(x)
+
+
+@pytest.mark.parametrize("device", ["npu", None])
+def test_the_device_is_one_chip(device):
+    assert torch.npu.get_device_name(0) == "Ascend910B1"
+    with pytest.raises(RuntimeError, match="another chip needs a process of its own"):
+        emulator.install("a3", device=device)
+    assert "npu:0" in emulator.install()
+
+
+def test_an_operators_own_refusal_is_read():
+    """Two sequences on the same pages, with an emulator that takes the documented count of pages by its word."""
+    shared = replace(batch_of([1, 1], [130, 130], block_size=128), block_table=np.asarray([[1, 2], [1, 2]], np.int32))
+    pages = torch.zeros(3, 128, 2, 64, dtype=torch.float16, device="npu")
+    batch, cache = npu.place(shared, "npu", causal()), Pages(pages, pages.clone(), "pbhd", 128)
+    with emulator.variant("shared-pages:no"), pytest.raises(Unsupported, match="npu_fused_infer_attention_score"):
+        npu.paged.attend(_rows(("npu",))[0][:2], cache, batch, mask=causal(), scale=0.1)
 
 
 def test_torchs_operators_refuse_tensors_on_two_devices():

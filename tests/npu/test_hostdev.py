@@ -47,16 +47,10 @@ def test_the_process_says_what_it_is(outcomes):
     assert "emulated torch_npu" in outcomes[1] and "on npu:0 in host memory" in outcomes[1] and "no NPU" in outcomes[1]
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
-
-
-def test_a_process_has_one_kind_of_device():
-    after = run("import npu.emulator as e; e.install(); e.install(device='npu')")
-    assert after.returncode and "operators run on CPU tensors in this process already" in after.stderr
-    first = "import npu.emulator as e; e.install('a3', device='npu'); import torch; print(torch.npu.get_device_name(0)); "
-    other = run(first + "e.install(device='npu')")
-    assert "Ascend910_93" in other.stdout and "another chip needs a process of its own" in other.stderr
+def test_a_process_that_runs_on_cpu_tensors_keeps_to_them():
+    code = "import npu.emulator as e; e.install(); e.install(device='npu')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
+    assert ended.returncode and "operators run on CPU tensors in this process already" in ended.stderr
 
 
 def test_elsewhere_than_on_x86_64_it_says_so(monkeypatch):
