@@ -24,6 +24,7 @@ def conform(
     examples: Annotated[int, typer.Option(min=1, help="decisive examples an operation")] = 100,
     seed: Annotated[int, typer.Option(help="what all cases follow from")] = 0,
     device: Annotated[str, typer.Option(help="where npu runs: cpu, or npu for a device")] = "cpu",
+    assume: Annotated[str | None, typer.Option(metavar="FILE", help="let npu's emulator answer as python -m npu probe did")] = None,
     json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results as JSON")] = None,
 ):
     """Holds PACKAGE to the oracle and the laws: a row per operation and check. Exit 0: nothing failed, 1: something did, 2: bad usage."""
@@ -40,15 +41,18 @@ def conform(
     if device not in ("cpu", "npu"):
         raise typer.BadParameter(f"{device!r} is not cpu or npu", param_hint="--device")
     try:
-        target = targets.target_of(package, device=device)
-    except (ModuleNotFoundError, ValueError) as error:
+        target = targets.target_of(package, device=device, assume=assume)
+    except (OSError, ModuleNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="PACKAGE") from error
     work = lambda name, advance: kit.check(name, target, examples=examples, seed=seed, progress=advance)
     found = report.with_progress(console, names, examples, work)
     report.show(console, f"{target.name} on {target.provider}, seed {seed}", found)
+    for note in target.notes:
+        console.print(note, style="dim", markup=False, highlight=False)
     if json_file is not None:
         with open(json_file, "w") as file:
-            json.dump(results.as_json(target.name, target.provider, seed, found), file, indent=1)
+            content = results.as_json(target.name, target.provider, seed, found)
+            json.dump(content | {"notes": list(target.notes)}, file, indent=1)
     raise typer.Exit(1 if any(result.status == "failed" for result in found) else 0)
 
 

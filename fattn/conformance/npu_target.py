@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
 
@@ -16,11 +16,19 @@ from reference.bounded import ROUNDOFF, Precision
 BATCHED = ("paged.attend", "standard.attend_and_write", "standard.forward")
 
 
-def make(package: ModuleType, get: Callable, device: str) -> Target:
-    """`npu` on a CPU through its emulator, or on `npu` tensors: a real device's, else those of the emulator's host-memory device."""
-    from npu import emulator
+def make(package: ModuleType, get: Callable, device: str, assume: str | None = None) -> Target:
+    """`npu` on a CPU through its emulator, or on `npu` tensors: a real device's, else those of the emulator's host-memory device.
 
-    provider = emulator.install(device=device)
+    `assume` is a file of `python -m npu probe`: the emulator is the chip that it is about, and answers as it did. Raises OSError or
+    ValueError where the file cannot be read or is about a chip that the emulator does not know.
+    """
+    from npu import emulator, probe
+
+    report = None if assume is None else probe.read(assume)
+    if report is None:
+        provider = emulator.install(device=device)
+    else:
+        provider = emulator.install(report.soc, report.cann, probe.variants(report), device=device)
     arrays = library("torch") if device == "cpu" else _on_device(library("torch"))
     return Target(
         "npu",
@@ -32,7 +40,25 @@ def make(package: ModuleType, get: Callable, device: str) -> Target:
         refusal=refusal,
         excluded=excluded,
         finite_hidden=True,
+        notes=tuple(_notes(report, assume)),
     )
+
+
+def _notes(report, assume) -> Iterator[str]:
+    """What the results rest on: the answers that the emulator follows, those that it cannot, and what no device was ever asked."""
+    from npu import probe
+
+    if report is not None:
+        followed = probe.variants(report)
+        yield f"the emulator answers as {assume} ({report.provider}, CANN {report.cann}) says: {', '.join(followed) or 'as believed'}"
+        for name, what in probe.dependent(followed):
+            yield f"npu depends on {name!r} not being so: do not use {what}"
+        for answer in probe.unfollowed(report):
+            yield f"not followed: {answer.kind} {answer.id!r} {answer.answer}: {answer.message}"
+    never, count = probe.never_probed(report), len(probe.questions())
+    if never:
+        names = f": {', '.join(never)}" if len(never) < count else ""
+        yield f"never probed on a device: {len(never)} of {count} limits and assumptions{names} (python -m npu probe, docs/on-a-device.md)"
 
 
 def refusal(call: Call) -> Unsupported | None:

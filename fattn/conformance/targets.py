@@ -36,7 +36,8 @@ class Target:
 
     `precision(dtype)` is what it declares of its arithmetic; `refusal(call)` predicts what it raises Unsupported for (None: it does
     not say), `excluded(call)` names what its documentation leaves undefined, which is not run.
-    `place` puts a planned batch on its device. `finite_hidden`: keys that no query's mask shows must hold finite numbers.
+    `place` puts a planned batch on its device. `finite_hidden`: keys that no query's mask shows must hold finite numbers. `notes` say
+    on what its results rest.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Target:
     refusal: Callable[[Call], Unsupported | None] | None = None
     excluded: Callable[[Call], str | None] | None = None
     finite_hidden: bool = False
+    notes: tuple[str, ...] = ()
     _compiled: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -101,9 +103,10 @@ class Target:
         return made
 
 
-def target_of(name: str, *, device: str = "cpu") -> Target:
+def target_of(name: str, *, device: str = "cpu", assume: str | None = None) -> Target:
     """The target that a package of the public names is. It says which arrays it takes: ARRAYS = "jax", "torch" or "numpy".
 
+    `assume` is a file of `python -m npu probe`, which npu's emulator then follows.
     Optional: PRECISION, a mapping from dtype to the fields of reference's Precision, and `refusal(call)`, which predicts Unsupported.
     Raises ModuleNotFoundError for an unknown package, ValueError where it does not declare ARRAYS.
     """
@@ -115,7 +118,9 @@ def target_of(name: str, *, device: str = "cpu") -> Target:
     if name == "npu":
         from fattn.conformance.npu_target import make
 
-        return make(package, get, device)
+        return make(package, get, device, assume)
+    if assume is not None:
+        raise ValueError(f"the answers in {assume} are for npu's emulator, and package {name!r} has none")
     declared = getattr(package, "PRECISION", None)
     precision = conventional if declared is None else lambda dtype: Precision(**declared.get(dtype, {}))
     return Target(name, f"{name} ({kind})", get, library(kind), precision, refusal=getattr(package, "refusal", None))
