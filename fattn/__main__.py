@@ -1,4 +1,4 @@
-"""The command line: `python -m fattn conform PACKAGE`, `python -m fattn replay FILE...`."""
+"""The command line: `python -m fattn conform PACKAGE`, `python -m fattn replay FILE...`, `python -m fattn faults`."""
 
 from __future__ import annotations
 
@@ -74,6 +74,26 @@ def replay(files: Annotated[list[str], typer.Argument(help="files that a failed 
         console.print(f"{path}: {failure.target} {failure.check}: {failure.case}", markup=False)
         console.print(f"  {said or 'holds now'}", style="red" if said else "green", markup=False)
     raise typer.Exit(1 if failing else 0)
+
+
+@app.command()
+def faults(json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the verdicts as JSON")] = None):
+    """Holds the kit itself to account: broken implementations that it must catch, correct ones that it must not accuse.
+
+    Exit 0: every fault was killed and no innocent accused, else 1.
+    """
+    # before NumPy loads, here and in the processes that do the work
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from fattn.conformance import judge, judge_report
+
+    console = Console(width=None if Console().is_terminal else 160)
+    broken, correct = judge_report.with_progress(console)
+    judge_report.show(console, broken, correct)
+    if json_file is not None:
+        with open(json_file, "w") as file:
+            json.dump(judge.as_json(broken, correct), file, indent=1)
+    survived = any(not verdict.accused for verdict in broken)
+    raise typer.Exit(1 if survived or any(verdict.accused for verdict in correct) else 0)
 
 
 if __name__ == "__main__":
