@@ -102,7 +102,7 @@ def probe(
             probed.write(json_file, probed.Report(provider, emulated, chip, release, _version("torch_npu"), tuple(answers)))
 
     try:
-        probed.ask(device, only or (), noted)
+        probed.ask(device, only or (), noted, soc=chip)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--only") from error
     source = "of the emulation: they test the probe, and say nothing about a device" if emulated else f"of {provider}"

@@ -51,8 +51,10 @@ def questions() -> list[tuple[str, str]]:
     return [*((LIMIT, name) for name in LIMITS), *((ASSUMPTION, id) for id in unknown + last)]
 
 
-def ask(device: str, only: Collection[str] = (), progress: Callable[[Answer], None] = lambda answer: None) -> tuple[Answer, ...]:
-    """Answers to all questions, or to those of these ids, from the operators for tensors on `device`.
+def ask(
+    device: str, only: Collection[str] = (), progress: Callable[[Answer], None] = lambda answer: None, *, soc: str = "a2"
+) -> tuple[Answer, ...]:
+    """Answers to all questions, or to those of these ids, from the operators for tensors on `device`, of the chip `soc`.
 
     Where the device fails, the question that broke it is "refused", and the rest is "not asked". Raises ValueError for an unknown id.
     """
@@ -69,7 +71,7 @@ def ask(device: str, only: Collection[str] = (), progress: Callable[[Answer], No
             found = Outcome(NOT_ASKED, message=f"the device failed at {failed!r}; ask again in a new process: --only {id!r}")
         else:
             found, failed = _outcome(kind, id, device)
-        answers.append(_answer(kind, id, found, time.monotonic() - start))
+        answers.append(_answer(kind, id, found, time.monotonic() - start, soc))
         progress(answers[-1])
     return tuple(answers)
 
@@ -133,10 +135,10 @@ def _outcome(kind, id, device) -> tuple[Outcome, str]:
         return Outcome(REFUSED, message=f"the device failed: {error}"), id
 
 
-def _answer(kind, id, found, seconds):
+def _answer(kind, id, found, seconds, soc):
     if kind == LIMIT:
         limit = LIMITS[id]
-        question, evidence = f"{limit.operator}: is it so that {limit.text}?", limit.evidence
+        question, evidence = f"{limit.operator}: is it so that {limit.text}?", limit.evidence_on(soc)
     else:
         one = next(one for one in assumptions.TABLE if one.id == id)
         question, evidence = one.question, one.evidence
