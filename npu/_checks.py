@@ -45,7 +45,8 @@ def check_devices(arguments: dict):
     """
     first = None
     for name, value in arguments.items():
-        value = side(value)
+        if isinstance(value, Tokens):
+            value = value.pos
         if not isinstance(value, torch.Tensor):
             continue
         if first is None:
@@ -105,13 +106,14 @@ _AXES = {"hpbd": (1, 2, 0), "pbhd": (0, 1, 2), "phbd": (0, 2, 1)}
 
 def cache_sizes(cache) -> tuple[int, int]:
     """(blocks, kv heads) of a cache. Raises ValueError where its arrays do not fit its layout or block size."""
-    if cache.layout not in LAYOUTS:
+    k, v = cache.k.shape, cache.v.shape
+    if cache.layout not in _AXES:
         raise ValueError(f"cache.layout={cache.layout!r} is not one of {', '.join(LAYOUTS)}")
-    for name, array in (("k", cache.k), ("v", cache.v)):
-        if array.ndim != 4 or array.shape[_AXES[cache.layout][1]] != cache.block_size:
-            raise ValueError(f"cache.{name} has shape {list(array.shape)}, which is not {cache.layout} with block_size={cache.block_size}")
-    if cache.k.shape[:3] != cache.v.shape[:3] or cache.k.dtype != cache.v.dtype:
+    blocks, rows, heads = _AXES[cache.layout]
+    for name, shape in (("k", k), ("v", v)):
+        if len(shape) != 4 or shape[rows] != cache.block_size:
+            raise ValueError(f"cache.{name} has shape {list(shape)}, which is not {cache.layout} with block_size={cache.block_size}")
+    if k[:3] != v[:3] or cache.k.dtype != cache.v.dtype:
         k, v = (f"{name_of(array.dtype)}{list(array.shape)}" for array in (cache.k, cache.v))
         raise ValueError(f"cache.k and cache.v disagree in blocks, heads or dtype: k {k}, v {v}")
-    blocks, _, heads = _AXES[cache.layout]
-    return cache.k.shape[blocks], cache.k.shape[heads]
+    return k[blocks], k[heads]

@@ -24,6 +24,23 @@ def attention(device: str):
     return _read(_operator("npu", "npu_fused_infer_attention_score", device), "npu_fused_infer_attention_score")
 
 
+def attention_call(device: str, workspace: torch.Tensor | None):
+    """`attention` as a function of its arguments by name and of the outputs to write, a list of two, or None for the operator's own.
+
+    Scratch memory is the caller's `workspace` where outputs are given and it is not None.
+    """
+
+    def launch(arguments, out):
+        try:
+            if out is None:
+                return _operator("npu", "npu_fused_infer_attention_score", device)(**arguments)
+            return _operator("npu", "npu_fused_infer_attention_score", device, "out")(**arguments, workspace=workspace, out=out)
+        except RuntimeError as error:
+            _raise_read(error, "npu_fused_infer_attention_score")
+
+    return launch
+
+
 def rotary(device: str):
     """npu_rotary_mul, as `attention`."""
     return _read(_operator("npu", "npu_rotary_mul", device), "npu_rotary_mul")
@@ -46,9 +63,9 @@ def nothing(q: torch.Tensor, value_size: int) -> Partial:
     return Partial(q.new_zeros((*q.shape[:2], value_size)), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32))
 
 
-def _operator(namespace, name, device):
+def _operator(namespace, name, device, overload="default"):
     _demand(namespace, name, device)
-    return getattr(getattr(torch.ops, namespace), name).default
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _read(operator, name):
@@ -58,12 +75,17 @@ def _read(operator, name):
         try:
             return operator(*arguments, **named)
         except RuntimeError as error:
-            meaning = _errors.reading(error, name)
-            if meaning is None:
-                raise
-            raise meaning from error
+            _raise_read(error, name)
 
     return call
+
+
+def _raise_read(error, name):
+    """Raises what an operator's error means, or the error itself."""
+    meaning = _errors.reading(error, name)
+    if meaning is None:
+        raise error
+    raise meaning from error
 
 
 # torch.compile takes the results of these three and does not look inside: it traces neither an import nor a schema.
@@ -74,8 +96,7 @@ def _demand(namespace, name, device):
 
 @torch.compiler.assume_constant_result
 def _has(namespace, name):
-    _import_torch_npu()
-    return hasattr(getattr(torch.ops, namespace), name)
+    return _defined(namespace, name)
 
 
 @torch.compiler.assume_constant_result
@@ -92,6 +113,12 @@ def _demanded(namespace, name, device):
     if device == "cpu" and not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
         raise RuntimeError(f"{namespace}::{name} runs on an NPU, and the tensors are on the CPU. {HOW}")
     return True
+
+
+@functools.cache
+def _defined(namespace, name):
+    _import_torch_npu()
+    return hasattr(getattr(torch.ops, namespace), name)
 
 
 @functools.cache

@@ -40,9 +40,9 @@ def finish(partial: Partial, sink: Float[Tensor, "h"] | None = None, *, dtype) -
     The sink is neither scaled nor capped; -inf is no sink, +inf gives 0. Launches nothing without a sink where
     `dtype` is the output's. Raises ValueError where a sink meets a Partial without lse.
     """
-    check_devices({"partial.out": partial.out, "partial.lse": partial.lse, "sink": sink})
     if sink is None:
         return partial.out.to(dtype)
+    check_devices({"partial.out": partial.out, "partial.lse": partial.lse, "sink": sink})
     if partial.lse is None:
         raise ValueError("partial.lse is None: a sink needs the log-sum-exp; ask for it with lse=True")
     if sink.shape != partial.lse.shape[-1:]:

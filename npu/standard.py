@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fattn.types import Batch, Mask, Pages, StandardConfig
-from npu import paged, rope
-from npu._admit import admit, check_reach
-from npu._checks import cache_sizes, check_devices, check_key_values, check_rows
+from npu import _operators, paged, rope
+from npu._admit import admit, admit_write, check_reach
+from npu._checks import cache_sizes, check_devices, check_rows
+from npu._paged import attend_by, store
 from npu.merge import finish
 
 Config = StandardConfig
@@ -85,18 +86,25 @@ def attend_and_write(
     The batch comes from npu.place, and the cache is written in place. Before anything is written this raises ValueError where arguments do
     not fit together or a row has no slot (the plan gives padding rows of null blocks), and what paged.attend refuses.
     """
-    for name, rows in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, rows)
-    check_key_values(k, v)
-    check_devices({"q": q, "k": k, "v": v, "cache.k": cache.k, "batch.slot_mapping": batch.slot_mapping, "sinks": sinks})
+    others = {"k": k, "v": v, "batch.slot_mapping": batch.slot_mapping, "sinks": sinks}
+    lse, own, sizes = sinks is not None, attend is paged.attend, cache_sizes(cache)
+    if own:
+        facts = admit(q, cache, sizes, batch, slopes, mask=mask, softcap=softcap, others=others)
+    else:
+        check_rows("q", q)
+        check_devices({"q": q, "cache.k": cache.k, "cache.v": cache.v} | others)
+    admit_write(cache, sizes, k, v, batch.slot_mapping)
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows, but k has {k.shape[0]}")
-    if attend is paged.attend:
-        admit(q, cache, batch, slopes, mask=mask, softcap=softcap)
-    _check_sinks(sinks, q)
-    check_reach(batch, num_blocks=cache_sizes(cache)[0], writes=True)
-    cache = paged.write(cache, k, v, batch.slot_mapping)
-    partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None)
+    if lse and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}, but q has {q.shape[1]} heads")
+    check_reach(batch, num_blocks=sizes[0], writes=True)
+    cache = store(cache, k, v, batch.slot_mapping)
+    if own:
+        # what paged.attend does once it has checked
+        partial = attend_by(_operators.attention_call(q.device.type, None), facts, q, cache, batch, slopes, scale=scale, lse=lse)
+    else:
+        partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse)
     return finish(partial, sinks, dtype=q.dtype), cache
 
 
@@ -136,11 +144,6 @@ def forward(
 
 def _projected(x, weight, bias):
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
-
-
-def _check_sinks(sinks, q):
-    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise ValueError(f"sinks has shape {list(sinks.shape)}, but q has {q.shape[1]} heads")
 
 
 def _check_weights(weights, config):
