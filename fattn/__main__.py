@@ -19,7 +19,7 @@ def _commands():
 
 @app.command()
 def conform(
-    package: Annotated[str, typer.Argument(help="fattn, npu, or one of your own with the same names and ARRAYS = 'jax', 'torch', 'numpy'")],
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="fattn, npu, or one of your own with the same names")],
     op: Annotated[list[str] | None, typer.Option(help="a module or module.function; may be repeated")] = None,
     examples: Annotated[int, typer.Option(min=1, help="decisive examples an operation")] = 100,
     seed: Annotated[int, typer.Option(help="what all cases follow from")] = 0,
@@ -45,7 +45,7 @@ def conform(
     except (OSError, ModuleNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="PACKAGE") from error
     work = lambda name, advance: kit.check(name, target, examples=examples, seed=seed, progress=advance)
-    found = report.with_progress(console, names, examples, work)
+    found = report.with_progress(console, names, examples, work, threads=2 if target.arrays.compiles else 1)
     report.show(console, f"{target.name} on {target.provider}, seed {seed}", found)
     for note in target.notes:
         console.print(note, style="dim", markup=False, highlight=False)

@@ -39,7 +39,9 @@ def steps(operation: Operation, case: Case) -> Iterator[Case]:
     for edit in case.edits:
         yield replace(case, edits=tuple(other for other in case.edits if other != edit))
     names = dict(case.options)
-    if "shape" in names:
+    if "shape" in names and not case.lengths and len(numbers(case["shape"])) > 2:
+        yield from _smaller_shapes(case)
+    elif "shape" in names:
         queries, keys = numbers(case["shape"])
         lengths = case.lengths[0] if case.lengths else (queries, keys)
         if tuple(lengths) != (queries, keys):
@@ -61,6 +63,13 @@ def steps(operation: Operation, case: Case) -> Iterator[Case]:
     if case.seed > 3:
         for seed in range(3):
             yield replace(case, seed=seed)
+
+
+def _smaller_shapes(case: Case) -> Iterator[Case]:
+    sizes = numbers(case["shape"])
+    for index, size in enumerate(sizes):
+        for smaller in {1, size // 2} - {0, size}:
+            yield case.option("shape", "x".join(str(n) for n in (*sizes[:index], smaller, *sizes[index + 1 :])))
 
 
 def _resized(case: Case, queries: int, keys: int) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,18 +17,23 @@ STYLES = {"passed": "green", "refused": "yellow", "failed": "bold red", "absent"
 Work = Callable[[str, Callable[[], None]], list[Result]]
 
 
-def with_progress(console: Console, names: list[str], examples: int, work: Work) -> list[Result]:
-    """work(name, advance) for every name, under a live bar."""
-    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    found = []
-    with Progress(*columns, console=console, transient=True) as bar:
+def with_progress(console: Console, names: list[str], examples: int, work: Work, *, threads: int = 1) -> list[Result]:
+    """work(name, advance) for every name, under a live bar of operations and decisive examples.
+
+    Several threads serve a target that compiles, which needs no interpreter.
+    """
+    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar, ThreadPoolExecutor(threads) as pool:
         operations = bar.add_task("operations", total=len(names))
-        current = bar.add_task("examples", total=examples)
-        for name in names:
-            bar.reset(current, description=name, total=examples)
-            found += work(name, lambda: bar.advance(current))
+
+        def one(name):
+            current = bar.add_task(name, total=examples)
+            found = work(name, lambda: bar.advance(current))
+            bar.remove_task(current)
             bar.advance(operations)
-    return found
+            return found
+
+        return [result for found in pool.map(one, names) for result in found]
 
 
 def show(console: Console, title: str, results: list[Result]):

@@ -50,7 +50,7 @@ class Target:
     excluded: Callable[[Call], str | None] | None = None
     finite_hidden: bool = False
     notes: tuple[str, ...] = ()
-    _compiled: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    _compiled: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of_functions(

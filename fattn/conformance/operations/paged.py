@@ -92,7 +92,8 @@ def _write_flips(call: Call) -> Flips:
     total = cache.k.shape[cache.layout.index("p")] * cache.block_size
     yield "slot + 1", call.change(slots=np.where((slots >= 0) & (slots < total), (slots + 1) % total, slots).astype(slots.dtype))
     if (slots < 0).any():
-        last = np.where(slots < 0, total - 1, np.where(slots == total - 1, -1, slots)).astype(slots.dtype)
+        last = np.where(slots == total - 1, -1, slots)
+        last[np.flatnonzero(slots < 0)[0]] = total - 1
         yield "an unwritten row goes to the last slot", call.change(slots=last)
     if (slots >= total).any():
         first_past = np.where(slots == slots[slots >= total][0], total - 1, np.where(slots == total - 1, -1, slots))
