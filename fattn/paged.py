@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from fattn import _tiling, dense
+from fattn import _tiling, dense, merge
 from fattn._checks import as_arrays, check_cache, check_layout, check_new_keys, check_paged, check_table
 from fattn.types import Batch, Mask, Pages, Partial, Tokens
 
@@ -78,6 +78,9 @@ def attend(
     """
     q, cache, batch, slopes = as_arrays((q, cache, batch, slopes))
     check_paged(q, cache, batch, slopes, mask=mask, softcap=softcap)
+    if 0 in (q.shape[0], *batch.block_table.shape):
+        partial = merge.empty(*q.shape[:2], cache.v.shape[3], dtype=jnp.promote_types(q.dtype, jnp.float32))
+        return partial if lse else Partial(partial.out, None)
     tiles = _tiling.tiles(batch, q.shape[0])
 
     def one(tile):
