@@ -8,7 +8,9 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from fattn.__main__ import app
 from fattn.conformance import judge, judge_report
 from fattn.conformance.faults import FAULTS
 from fattn.conformance.innocents import INNOCENTS
@@ -39,6 +41,15 @@ def test_there_are_enough_of_them():
     assert len({each.name for each in (*FAULTS, *INNOCENTS)}) == len(FAULTS) + len(INNOCENTS)
     assert {fault.operation for fault in FAULTS} == set(OPERATIONS)
     assert all(fault.why for fault in FAULTS)
+
+
+def test_the_command_exits_by_what_it_found(monkeypatch, tmp_path):
+    caught, survivor = (judge.Verdict(name, "edge", "dense.attend", check, "", 3, 0.1) for name, check in (("a", "value"), ("b", "")))
+    for broken, correct, code in (([caught], [survivor], 0), ([caught, survivor], [survivor], 1), ([caught], [caught], 1)):
+        monkeypatch.setattr(judge, "run", lambda advance, found=(broken, correct): found)
+        ran = CliRunner().invoke(app, ["faults", "--json", str(tmp_path / "found.json")])
+        assert ran.exit_code == code and f"of {len(broken)} faults" in ran.output
+        assert json.loads((tmp_path / "found.json").read_text())["killed"] == 1
 
 
 def test_the_report_names_survivors_and_the_accused():

@@ -161,6 +161,19 @@ def dropped_from_a_split(z, seen, v):
     return Partial(sum(w * part.out for w, part in zip(weights, parts, strict=True)).astype(z.dtype), lse)
 
 
+def jax_slices_are_clamped(z, seen, v):
+    """Blocks of 64 keys by JAX's dynamic_slice, which moves a start back where the block would reach past the end: keys count twice."""
+    import jax
+    import jax.numpy as jnp
+
+    keys, size = z.shape[-1], 64
+    if keys <= size:
+        return dense.softmax(z, seen, v)
+    starts = range(0, keys, size)
+    cut = np.concatenate([np.asarray(jax.lax.dynamic_slice(jnp.arange(keys), (start,), (size,))) for start in starts])
+    return dense.softmax(z[..., cut], seen[..., cut], v[cut])
+
+
 def uncleaned(q, k, v, seen):
     return q, k, v
 
@@ -217,6 +230,17 @@ def scales_q_in_place(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=
     return result
 
 
+def torch_fills_the_bias_in_place(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=None):
+    """Hidden entries of the bias are made finite with masked_fill_, in the caller's own memory."""
+    import torch
+
+    result = dense.attend(q, k, v, q_pos, k_pos, bias, mask=mask, scale=scale, softcap=softcap)
+    if bias is not None and bias.dtype != ml_dtypes.bfloat16:  # which from_numpy does not take
+        mine = torch.from_numpy(bias)
+        mine.masked_fill_(torch.isinf(mine), -6e4)
+    return result
+
+
 def lse_in_the_input_dtype(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=None):
     result = dense.attend(q, k, v, q_pos, k_pos, bias, mask=mask, scale=scale, softcap=softcap)
     return Partial(result.out.astype(q.dtype).astype(result.out.dtype), result.lse.astype(q.dtype).astype(result.lse.dtype))
@@ -245,6 +269,7 @@ FAULTS = (
     _softmax("second_block_not_rescaled", "block edge", second_block_not_rescaled, "online softmax without its correction"),
     _softmax("last_key_of_a_block_dropped", "block edge", last_key_of_a_block, "a last block of one key"),
     _softmax("last_query_of_a_tile_dropped", "block edge", last_row_of_a_tile, "a last tile of one query"),
+    _softmax("jax_slices_are_clamped", "block edge", jax_slices_are_clamped, "dynamic_slice stays inside"),
     _softmax("sums_in_float16", "low precision", sums_in_float16, "the accumulator between blocks"),
     _softmax("probabilities_in_bfloat16", "low precision", probabilities_in_bfloat16, "P is cast without saying so"),
     _softmax("stores_permuted_elements", "layout", permuted_elements, "norms are right"),
@@ -255,5 +280,6 @@ FAULTS = (
     _fault("reads_as_if_contiguous", "strides", reads_as_if_contiguous, "k's strides are not read"),
     _fault("second_call_keeps_its_strides", "state", second_call_keeps_its_strides(), "strides belong to the cached kernel"),
     _fault("second_call_keeps_its_scale", "state", second_call_keeps_its_scale(), "the scale belongs to the cached kernel"),
+    _fault("torch_fills_the_bias_in_place", "inputs changed", torch_fills_the_bias_in_place, "from_numpy shares memory"),
     _fault("scales_q_in_place", "inputs changed", scales_q_in_place, "q *= scale"),
 )

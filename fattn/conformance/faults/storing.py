@@ -81,6 +81,16 @@ def unknown_blocks_wrap(cache, block_table):
     return paged.gather(cache, np.where(block_table < 0, block_table + cache.k.shape[cache.layout.index("p")], block_table))
 
 
+def jax_take_fills_with_nan(cache, block_table):
+    """jnp.take, which fills with NaN past the end."""
+    import jax.numpy as jnp
+
+    pages = paged.convert(cache, layout="pbhd")
+    known = np.where(block_table < 0, len(pages.k), block_table)
+    found = (np.asarray(jnp.take(jnp.asarray(array), jnp.asarray(known), axis=0)) for array in (pages.k, pages.v))
+    return tuple(rows.reshape(len(block_table), -1, *rows.shape[3:]) for rows in found)
+
+
 def unknown_blocks_are_clipped(cache, block_table):
     last = cache.k.shape[cache.layout.index("p")] - 1
     return paged.gather(cache, np.where(block_table > last, last, block_table))
@@ -131,6 +141,7 @@ FAULTS = (
     _write("next_row_is_cleared", "slots", next_row_is_cleared, "a store wider than a row"),
     _write("write_swaps_halves_of_a_buffer", "strides", strided_values, "v's strides are not read"),
     Fault("unknown_blocks_wrap", "table tail", "paged.gather", unknown_blocks_wrap, "indices count from the end"),
+    Fault("jax_take_fills_with_nan", "table tail", "paged.gather", jax_take_fills_with_nan, 'take\'s mode is "fill"'),
     Fault("unknown_blocks_are_clipped", "table tail", "paged.gather", unknown_blocks_are_clipped, "indices are clipped"),
     Fault("gathers_values_of_k_size", "layout", "paged.gather", values_of_the_first_layout, "one size for k and v"),
     Fault("convert_swaps_heads_and_rows", "layout", "paged.convert", swapped_heads_and_rows, "equal counts hide it"),
