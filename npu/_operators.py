@@ -41,6 +41,12 @@ def attention_call(device: str, workspace: torch.Tensor | None):
     return launch
 
 
+def workspace(device: str):
+    """_npu_fused_infer_attention_score_get_max_workspace, as `attention`: a tensor of as much scratch memory as a call may need."""
+    name = "_npu_fused_infer_attention_score_get_max_workspace"
+    return _read(_operator("npu", name, device), name)
+
+
 def rotary(device: str):
     """npu_rotary_mul, as `attention`."""
     return _read(_operator("npu", "npu_rotary_mul", device), "npu_rotary_mul")

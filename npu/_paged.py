@@ -36,7 +36,7 @@ def attend_by(
     form = constants["form"]
     if q.shape[0] == 0 or form.queries == 0:
         nothing = _operators.nothing(q, cache.v.shape[-1])
-        return _given(nothing if lse else Partial(nothing.out, None), out)
+        return given(nothing if lse else Partial(nothing.out, None), out)
     layout = "TND" if facts.packed else "BSND" if cache.layout == "pbhd" else "BNSD"
     mode, left, right = constants["mode"]
     empty = constants.get("empty")
@@ -67,7 +67,7 @@ def attend_by(
     room = _room(q, cache, batch, form, layout, lse, out if direct else None)
     launch(arguments, room)
     if not direct:
-        return _given(_results(room[0], room[1] if lse else None, batch, form, layout, empty), out)
+        return given(_results(room[0], room[1] if lse else None, batch, form, layout, empty), out)
     if empty is not None:
         out.out.masked_fill_(empty[..., None], 0)
         if lse:
@@ -91,7 +91,7 @@ def lengths(batch: Batch, layout: str) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _given(result, out):
+def given(result: Partial, out: Partial | None) -> Partial:
     """The result, in the caller's tensors where there are any."""
     if out is None:
         return result

@@ -92,10 +92,11 @@ def _bucket_form(batch, query_lens, seq_lens, mask):
     longest = int(query_lens.max(where=seq_lens > 0, initial=0))
     if longest > queries:
         raise ValueError(f"batch.max_query_len={batch.max_query_len}, but a sequence has {longest} queries")
-    uniform = int(query_lens.sum()) == sizes * queries
-    if uniform and (query_lens != queries).any():
-        row = int(np.argmax(query_lens != queries))
-        raise ValueError(f"batch.host.query_lens[{row}]={query_lens[row]}: as many tokens as {sizes} sequences of {queries} are just these")
+    # several queries may be spread over the sequences in any way, and one query too where there are empty sequences
+    uniform = queries == 1 and int(query_lens.sum()) == sizes
+    if uniform and (query_lens != 1).any():
+        row = int(np.argmax(query_lens != 1))
+        raise ValueError(f"batch.host.query_lens[{row}]={query_lens[row]}: in a bucket of {sizes} tokens and sequences each has one query")
     form = batch_form([queries], [queries], mask)
     return Form(queries, uniform, form.explicit)
 

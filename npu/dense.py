@@ -8,8 +8,10 @@ from torch import Tensor
 
 from fattn.types import Mask, Partial
 from npu import _operators, limits
+from npu._admit import check_out
 from npu._checks import check_attend, check_devices, name_of, positions
 from npu._forms import dense_form
+from npu._paged import given
 from npu._rules import INT32_MAX, sparse_mode, triangle, visible_on
 
 
@@ -24,12 +26,15 @@ def attend(
     mask: Mask,
     scale: float,
     softcap: float | None = None,
+    out: Partial | None = None,
+    workspace: Tensor | None = None,
 ) -> Partial:
     """Softmax attention of every query over the keys that `mask` lets it see: out = sum_j e^(z_j - lse) v_j, lse = ln sum_j e^(z_j).
 
     z = scale q.k + bias (broadcast against [h t s]; -inf hides a key). Query head h reads key head h // (h_q / h_k).
     Positions are a Range, Int32[n], or Tokens where the mask reads labels: ranges choose one of the operator's modes, arrays make an
     explicit mask. `out` has q's dtype, `lse` is float32. Padding keys may hold anything, other unseen keys anything finite.
+    The argument `out` takes the result, and is returned; `workspace` is the operator's scratch memory.
     Raises ValueError for shapes, dtypes or positions that do not fit together, and Unsupported for what `limits` lists.
     Source: the documents of npu_fused_infer_attention_score.
     """
@@ -52,8 +57,9 @@ def attend(
         softcap=softcap,
     )
     limits.check(facts)
+    check_out(q, dv, lse=True, out=out, workspace=workspace)
     if t == 0 or s == 0:
-        return _operators.nothing(q, dv)
+        return given(_operators.nothing(q, dv), out)
     hidden = empty = shift = None
     mode, left, right = 0, INT32_MAX, INT32_MAX
     if how == "compressed":
@@ -73,30 +79,32 @@ def attend(
         unused = ~shared.any(0)[:, None, None]
         k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
     packed = facts.packed
-    out, lse = _operators.attention(q.device.type)(
-        _laid(q, packed),
-        _laid(k, packed),
-        _laid(v, packed),
-        pse_shift=shift,
-        atten_mask=hidden,
-        actual_seq_lengths=[t] if packed else None,
-        actual_seq_lengths_kv=[s] if packed else None,
-        num_heads=h,
-        num_key_value_heads=hk,
-        scale=scale,
-        pre_tokens=left,
-        next_tokens=right,
-        input_layout="TND" if packed else "BSND",
-        sparse_mode=mode,
+    arguments = {
+        "query": _laid(q, packed),
+        "key": _laid(k, packed),
+        "value": _laid(v, packed),
+        "pse_shift": shift,
+        "atten_mask": hidden,
+        "actual_seq_lengths": [t] if packed else None,
+        "actual_seq_lengths_kv": [s] if packed else None,
+        "num_heads": h,
+        "num_key_value_heads": hk,
+        "scale": scale,
+        "pre_tokens": left,
+        "next_tokens": right,
+        "input_layout": "TND" if packed else "BSND",
+        "sparse_mode": mode,
         # rows that see nothing spoil precision unless the operator corrects them; it does so for several queries only
-        inner_precise=2 if how == "explicit" and t > 1 else 0,
-        softmax_lse_flag=True,
-    )
-    out = out.view(t, h, dv)
-    lse = lse.view(t, h) if packed else lse.view(h, t).T
+        "inner_precise": 2 if how == "explicit" and t > 1 else 0,
+        "softmax_lse_flag": True,
+    }
+    room = None if out is None and workspace is None else _room(q, dv, packed, out)
+    found, sums = _operators.attention_call(q.device.type, workspace)(arguments, room)
+    result = Partial(found.view(t, h, dv), sums.view(t, h) if packed else sums.view(h, t).T)
     if empty is not None:
-        out, lse = out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)
-    return Partial(out, lse)
+        result = Partial(result.out.masked_fill(empty[..., None], 0), result.lse.masked_fill(empty, -torch.inf))
+    # where the operator wrote to `out` itself, and no row was corrected, there is nothing left to copy
+    return out if out is not None and packed and empty is None else given(result, out)
 
 
 def alibi(slopes: Float[Tensor, "h"], q_pos, k_pos) -> Float[Tensor, "h t s"]:
@@ -120,6 +128,15 @@ def _laid(rows, packed):
     """[t h d] as TND, or as BSND of one sequence."""
     rows = rows.contiguous()
     return rows if packed else rows[None]
+
+
+def _room(q, value_size, packed, out):
+    """Tensors for the operator's results: views of `out`'s where they are laid out as in the operator's layout, or new ones."""
+    t, h, _ = q.shape
+    rows, sums = ((t, h, value_size), (t, h, 1)) if packed else ((1, t, h, value_size), (1, h, t, 1))
+    if out is None or not packed:
+        return [q.new_empty(rows), q.new_empty(sums, dtype=torch.float32)]
+    return [out.out.view(rows), out.lse.view(sums)]
 
 
 def _bias(bias, q_shape, k_shape):

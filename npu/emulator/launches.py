@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # Dispatcher calls whose result or work depends on values: a device must finish first.
-_READS_BACK = {
+READS_BACK = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
     "aten::nonzero_static",
@@ -65,7 +65,7 @@ class _NoTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
         tensors = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
-        if name in _READS_BACK or name.split(".")[0] in _READS_BACK:
+        if name in READS_BACK or name.split(".")[0] in READS_BACK:
             raise RuntimeError(f"hidden traffic: {name} makes the host wait for values of the device")
         if name.split(".")[0] in _INDEXED and any(index.dtype in (torch.bool, torch.uint8) for index in args[1] if index is not None):
             raise RuntimeError(f"hidden traffic: {name} with a boolean index has a result size that depends on values")
