@@ -17,16 +17,17 @@ KV_HEADS, HEADS = 2, 4
 class Engine:
     """`layers` caches and inputs of the bucket's size at fixed addresses; `step` is what is captured and what runs eagerly."""
 
-    def __init__(self, head_size, masks, *, tokens, layers=2, sinks=False, seed=0):
-        self.masks, self.tokens = masks, tokens
+    def __init__(self, head_size, masks, *, tokens, layers=2, sinks=False, seed=0, device="cpu"):
+        self.masks, self.device = masks, device
         self.caches = [self._cache(head_size, seed + layer) for layer in range(layers)]
-        self.x = torch.zeros(3, tokens, HEADS, head_size, dtype=torch.float16)
-        self.sinks = normal(HEADS, seed=5).float() if sinks else None
+        self.x = torch.zeros(3, tokens, HEADS, head_size, dtype=torch.float16, device=device)
+        self.sinks = normal(HEADS, seed=5).float().to(device) if sinks else None
         self.calls = 0
 
     def _cache(self, head_size, seed):
         shape = (BLOCKS, BLOCK, KV_HEADS, head_size)
-        return Pages(normal(*shape, seed=seed), normal(*shape, seed=seed + 100), "pbhd", BLOCK)
+        k, v = (normal(*shape, seed=seed + add).to(self.device) for add in (0, 100))
+        return Pages(k, v, "pbhd", BLOCK)
 
     def fill(self, seed):
         self.x.copy_(normal(*self.x.shape, seed=seed))
@@ -48,7 +49,7 @@ class Engine:
         kept = self.caches
         self.caches = [Pages(cache.k.clone(), cache.v.clone(), cache.layout, cache.block_size) for cache in kept]
         try:
-            return self.step(npu.paged.attend, *(npu.place(batch, "cpu", mask) for mask in self.masks)), self.caches
+            return self.step(npu.paged.attend, *(npu.place(batch, self.device, mask) for mask in self.masks)), self.caches
         finally:
             self.caches = kept
 
