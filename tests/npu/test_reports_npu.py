@@ -7,11 +7,11 @@ and blocks of 128 tokens. Refusals are the documented ones, and the cases check 
 import numpy as np
 import pytest
 import torch
+from reports import empty_sets, heads, mask_rules, pages
+from reports.layers import of_package
 
 import npu.emulator
 from reference.bounded import Precision
-from reports import empty_sets, heads, mask_rules, pages
-from reports.layers import of_package
 
 npu.emulator.install()
 torch.set_num_threads(1)
