@@ -69,6 +69,20 @@ def admit(
     )
 
 
+def once_a_step(batch: Batch, tensors, statics, check):
+    """What check() returned for a call of these tensors' kinds and these static arguments; only the first layer of a step runs it.
+
+    A check may read the shapes, dtypes, devices and strides of the tensors, the static arguments and the batch, and nothing else.
+    """
+    known = None if batch.host is None else batch.host.constants.get("checked")
+    if known is None or torch.compiler.is_compiling():
+        return check()
+    kind = (*[None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors], *statics)
+    if kind not in known:
+        known[kind] = check()
+    return known[kind]
+
+
 def _kept(cached):
     """The function with its results kept, or without where torch.compile reads it, which keeps none."""
     return cached.__wrapped__ if torch.compiler.is_compiling() else cached

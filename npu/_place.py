@@ -59,6 +59,7 @@ def place(batch: Batch, device, mask: Mask, *, bucketed: bool = False) -> Batch:
         "tokens": len(slots),
         "longest": int(kv_lens.max(initial=0)),
         "host_table": table,
+        "checked": {},  # what the step's first layer was checked for (`_admit.once_a_step`)
         "extremes": (*_extremes(table), *_extremes(slots)),
         "integers": flat,
         "block_table": moved.get("block_table", moved["own block_table"]),

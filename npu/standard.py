@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fattn.types import Batch, Mask, Pages, StandardConfig
 from npu import _operators, paged, rope
-from npu._admit import admit, admit_write, check_reach
+from npu._admit import admit, admit_write, check_reach, once_a_step
 from npu._checks import cache_sizes, check_devices, check_rows
 from npu._paged import attend_by, store
 from npu.merge import finish
@@ -86,26 +87,17 @@ def attend_and_write(
     The batch comes from npu.place, and the cache is written in place. Before anything is written this raises ValueError where arguments do
     not fit together or a row has no slot (the plan gives padding rows of null blocks), and what paged.attend refuses.
     """
-    others = {"k": k, "v": v, "batch.slot_mapping": batch.slot_mapping, "sinks": sinks}
-    lse, own, sizes = sinks is not None, attend is paged.attend, cache_sizes(cache)
-    if own:
-        facts = admit(q, cache, sizes, batch, slopes, mask=mask, softcap=softcap, others=others)
-    else:
-        check_rows("q", q)
-        check_devices({"q": q, "cache.k": cache.k, "cache.v": cache.v} | others)
-    admit_write(cache, sizes, k, v, batch.slot_mapping)
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q has {q.shape[0]} rows, but k has {k.shape[0]}")
-    if lse and tuple(sinks.shape) != (q.shape[1],):
-        raise ValueError(f"sinks has shape {list(sinks.shape)}, but q has {q.shape[1]} heads")
-    check_reach(batch, num_blocks=sizes[0], writes=True)
+    check = functools.partial(_checked, q, k, v, cache, batch, sinks, slopes, mask=mask, softcap=softcap, own=attend is paged.attend)
+    tensors = (q, k, v, cache.k, cache.v, batch.block_table, batch.slot_mapping, sinks, slopes)
+    facts = once_a_step(batch, tensors, (cache.layout, cache.block_size, batch.block_size, mask, softcap, attend), check)
     cache = store(cache, k, v, batch.slot_mapping)
-    if own:
-        # what paged.attend does once it has checked
-        partial = attend_by(_operators.attention_call(q.device.type, None), facts, q, cache, batch, slopes, scale=scale, lse=lse)
-    else:
-        partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse)
-    return finish(partial, sinks, dtype=q.dtype), cache
+    if facts is None:
+        partial = attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=sinks is not None)
+        return finish(partial, sinks, dtype=q.dtype), cache
+    # what paged.attend does once it has checked
+    launch = _operators.attention_call(q.device.type, None)
+    partial = attend_by(launch, facts, q, cache, batch, slopes, scale=scale, lse=sinks is not None)
+    return (partial.out if sinks is None else finish(partial, sinks, dtype=q.dtype)), cache
 
 
 def forward(
@@ -144,6 +136,24 @@ def forward(
 
 def _projected(x, weight, bias):
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _checked(q, k, v, cache, batch, sinks, slopes, *, mask, softcap, own):
+    """What attend_and_write checks; the facts of the call where it is `own`, paged.attend's, else None."""
+    others = {"k": k, "v": v, "batch.slot_mapping": batch.slot_mapping, "sinks": sinks}
+    sizes, facts = cache_sizes(cache), None
+    if own:
+        facts = admit(q, cache, sizes, batch, slopes, mask=mask, softcap=softcap, others=others)
+    else:
+        check_rows("q", q)
+        check_devices({"q": q, "cache.k": cache.k, "cache.v": cache.v} | others)
+    admit_write(cache, sizes, k, v, batch.slot_mapping)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has {q.shape[0]} rows, but k has {k.shape[0]}")
+    if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}, but q has {q.shape[1]} heads")
+    check_reach(batch, num_blocks=sizes[0], writes=True)
+    return facts
 
 
 def _check_weights(weights, config):
