@@ -83,7 +83,7 @@ def test_a_weak_decision_gets_a_spotlight_and_is_decisive_then():
     from reference.bounded import Precision
 
     options = {"dtype": "bfloat16", "heads": "4/2", "sizes": "64/64", "mask": "causal", "shape": "1x513", "positions": "array"}
-    case = case_of("dense.attend", **options, scale="rsqrt", softcap=None, bias=None)
+    case = case_of("dense.attend", options | {"scale": "rsqrt", "softcap": None, "bias": None})
     case = replace(case, generator="flat", lengths=((1, 510),))
     precision = Precision(probabilities=2.0**-8)
     operation = OPERATIONS["dense.attend"]
@@ -99,7 +99,7 @@ def test_a_weak_decision_gets_a_spotlight_and_is_decisive_then():
 def test_a_flip_that_changes_nothing_is_not_applicable():
     options = {"dtype": "float32", "heads": "4/2", "sizes": "64/64", "mask": "causal & window(8, 0)", "shape": "1x4", "positions": "range"}
     operation = OPERATIONS["dense.attend"]
-    call = operation.build(case_of("dense.attend", **options, scale="rsqrt", softcap=None, bias=None))
+    call = operation.build(case_of("dense.attend", options | {"scale": "rsqrt", "softcap": None, "bias": None}))
     from fattn.conformance import oracle
 
     found = power.measure(operation, call, oracle.expected(operation, call, FLOAT32).bound)

@@ -67,7 +67,7 @@ class Case:
         return f"{self.operation}({options}){lengths} {self.generator} seed={self.seed}{edits}"
 
 
-def case_of(operation: str, **options: Scalar) -> Case:
+def case_of(operation: str, options: dict[str, Scalar]) -> Case:
     """A case by hand: gaussian, seed 0, with these options."""
     return Case(operation, tuple(options.items()))
 

@@ -20,7 +20,7 @@ from fattn.conformance.trial import Trial, decisive, precision_of
 from fattn.types import Unsupported
 
 EXAMPLES = 100
-NARROW_ROWS, NARROW_TURNS = 3, 2  # of the covering array: where a law that changes shapes is tried if every shape is a compilation
+NARROW_ROWS, NARROW_TURNS = 2, 2  # of the covering array: where a law that changes shapes is tried if every shape is a compilation
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fattn.conformance.calls import bits, leaves, rebuild
+from fattn.conformance.calls import bits, leaves
 from fattn.conformance.cases import Case
 from fattn.conformance.operations import OPERATIONS
 
@@ -49,9 +49,3 @@ def load(path: str) -> Saved:
     if changed:
         raise ValueError(f"{path} was saved by another version of the generators: {case} now makes other {', '.join(changed)}")
     return Saved(about["target"], about["check"], case, arrays)
-
-
-def short(value) -> str:
-    """A call's arguments in few characters: small arrays as they are, others by shape and dtype."""
-    text = rebuild(value, lambda a: a.tolist() if a.size <= 12 else f"{a.dtype}{list(a.shape)}")
-    return str(text)

@@ -167,7 +167,8 @@ def _jax() -> Arrays:
 
         return call
 
-    return Arrays(jnp.asarray, np.asarray, dtype=jnp.dtype, compiled=compiled, compiles=True)
+    # device_put compiles nothing, unlike jnp.asarray; of a copy, because it may alias
+    return Arrays(lambda array: jax.device_put(np.array(array)), np.asarray, dtype=jnp.dtype, compiled=compiled, compiles=True)
 
 
 def _torch() -> Arrays:

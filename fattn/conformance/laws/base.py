@@ -12,7 +12,7 @@ from fattn.conformance.trial import Trial
 class Law:
     """`check` raises Mismatch where the law does not hold and returns False where it says nothing about the trial.
 
-    Its docstring is the law. `kind` is "bits", "bound" or "declared bits". Of the cases, every `every`-th is tried; `narrow` laws change
+    Its docstring is the law. `kind` is "bits" or "bound". Of the cases, every `every`-th is tried; `narrow` laws change
     shapes: where a library compiles every new shape they are tried on a few cases alone.
     """
 

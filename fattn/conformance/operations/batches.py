@@ -35,13 +35,11 @@ LONGEST = 130
 
 
 class Built(NamedTuple):
-    """A batch with its cache and rows. `keys` and `values` are what the cache holds for each sequence, before later edits."""
+    """A batch with its queries and its cache."""
 
     q: np.ndarray
     cache: Pages
     batch: Batch
-    keys: list[np.ndarray]
-    values: list[np.ndarray]
 
 
 def lengths(case: Case):
@@ -87,7 +85,6 @@ def build(case: Case, mask: Mask, *, scale: float, softcap: float | None, slopes
     q = rng.standard_normal((kind.tokens, h, d)).astype(dtype)
     shape = (num_blocks, block_size, hk)
     cache = Pages(*(rng.standard_normal((*shape, size)).astype(dtype) for size in (d, dv)), "pbhd", block_size)
-    keys, values = [], []
     for row, (query_len, seq_len) in enumerate(lens):
         own_q, k, v = generators.rows(case.generator, rng, query_len, seq_len, (h, hk, d, dv), dtype)
         for edit in case.edits:
@@ -99,9 +96,7 @@ def build(case: Case, mask: Mask, *, scale: float, softcap: float | None, slopes
                     generators.spotlight(own_q, k, v, i, j, *sides, bias, mask=mask, scale=scale, softcap=softcap)
         q[batch.query_start_loc[row] : batch.query_start_loc[row + 1]] = own_q
         _fill(cache, batch, row, k, v)
-        keys.append(k)
-        values.append(v)
-    return Built(q, plain.convert(cache, layout=case["layout"]), batch, keys, values)
+    return Built(q, plain.convert(cache, layout=case["layout"]), batch)
 
 
 def _fill(cache, batch, row, k, v):
