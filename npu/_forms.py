@@ -48,7 +48,7 @@ def batch_form(query_lens: tuple[int, ...], seq_lens: tuple[int, ...], mask: Mas
     where the query sees all keys; keys before a window are cut off in whole blocks, and an explicit mask hides the rest.
     """
     query_lens, seq_lens = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
-    queries = int(query_lens[seq_lens > 0].max(initial=0))
+    queries = int(query_lens.max(where=seq_lens > 0, initial=0))
     uniform = bool((query_lens == queries).all())
     if queries > 1:
         return Form(queries, uniform, band(mask) is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -112,7 +113,13 @@ def _moved(arrays, device):
     for name, source in sources.items():
         flat[starts[name] : starts[name] + source.size] = source.ravel()
     moved = torch.from_numpy(flat).to(device, non_blocking=True)
-    return {name: moved[starts[name] : starts[name] + source.size].view(source.shape) for name, source in sources.items()}, moved
+    views = {name: moved.as_strided(source.shape, _strides(source.shape), starts[name]) for name, source in sources.items()}
+    return views, moved
+
+
+def _strides(shape):
+    """Of a contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _extremes(array):

@@ -76,41 +76,51 @@ def pages(query_lens, seq_lens, table, widths, *, block_size: int, num_blocks: i
             f"block_table[{row}] has {widths[row]} entries, room for {widths[row] * block_size} tokens, but seq_lens[{row}] = "
             f"{seq_lens[row]} needs {needed[row]} blocks of {block_size}"
         )
-    page = np.arange(table.shape[1])
+    page, rows = np.arange(table.shape[1]), np.arange(len(table))[:, None]
     followed = page < needed[:, None]
-    bad = followed & ((table < 0) | (table >= num_blocks))
-    if bad.any():
-        row, entry = (int(i) for i in np.argwhere(bad)[0])
+    ids = np.where(followed, table, 0)
+    if ids.size and (ids.min() < 0 or ids.max() >= num_blocks):
+        row, entry = (int(i) for i in np.argwhere((ids < 0) | (ids >= num_blocks))[0])
         raise ValueError(f"block_table[{row}, {entry}] = {table[row, entry]}: block ids from 0 to {num_blocks - 1} would work")
     first = np.maximum(seq_lens - query_lens, 0) // block_size
     writers, entries = np.nonzero(followed & (page >= first[:, None]) & (query_lens > 0)[:, None])
-    written = table[writers, entries]
-    owner = np.full(num_blocks, -1)
-    owner[written] = writers
-    if (owner[written] != writers).any():
-        at = int(np.argmax(owner[written] != writers))
-        block = written[at]
-        raise ValueError(
-            f"block_table[{writers[at]}, {entries[at]}] = {block}: block {block} is written by sequences {writers[at]} and "
-            f"{owner[block]} in one step; a block of its own for each sequence that writes would work"
-        )
-    own = followed & (owner[np.where(followed, table, 0)] == np.arange(len(table))[:, None])
-    blocks_of = np.bincount(owner[owner >= 0], minlength=len(table))
-    if (own.sum(1) != blocks_of).any():
-        row = int(np.argmax(own.sum(1) != blocks_of))
-        blocks, times = np.unique(table[row][own[row]], return_counts=True)
-        raise ValueError(
-            f"block_table[{row}] names block {blocks[np.argmax(times)]} {times.max()} times and writes it: one slot for two tokens; "
-            "distinct blocks would work"
-        )
+    written, places = table[writers, entries], writers * len(page) + entries + 1
+    # the place in the table from which a block is written, counted from 1; memory that is never touched costs nothing
+    place_of = np.zeros(num_blocks, np.int64)
+    place_of[written] = places
+    owner = (place_of[ids] - 1) // len(page)
+    if (place_of[written] != places).any() or np.count_nonzero(followed & (owner == rows)) != len(written):
+        _block_written_twice(table, followed, written, writers, entries)
     for block in null_blocks:
-        if owner[block] >= 0:
-            raise ValueError(f"block_table[{owner[block]}] writes block {block}, which null_blocks reserves for padding")
+        if place_of[block]:
+            raise ValueError(
+                f"block_table[{(place_of[block] - 1) // len(page)}] writes block {block}, which null_blocks reserves for padding"
+            )
     return needed
+
+
+def _block_written_twice(table, followed, written, writers, entries):
+    """Raises the ValueError for a block that two sequences write, or that stands twice in the table of the sequence that writes it."""
+    for block in written:
+        rows = writers[written == block]
+        if (rows != rows[-1]).any():
+            at = int(np.argmax((written == block) & (writers != rows[-1])))
+            raise ValueError(
+                f"block_table[{writers[at]}, {entries[at]}] = {block}: block {block} is written by sequences {writers[at]} and "
+                f"{rows[-1]} in one step; a block of its own for each sequence that writes would work"
+            )
+    for block, row in zip(written, writers, strict=True):
+        times = np.count_nonzero(followed[row] & (table[row] == block))
+        if times > 1:
+            raise ValueError(
+                f"block_table[{row}] names block {block} {times} times and writes it: one slot for two tokens; distinct blocks would work"
+            )
 
 
 def null_rows(null_blocks, *, block_size: int, num_blocks: int) -> np.ndarray:
     """The cache rows of the blocks that are reserved for padding, int64."""
+    if len(null_blocks) == 0:
+        return np.zeros(0, np.int64)
     blocks = integers("null_blocks", tuple(null_blocks))
     for row, block in enumerate(blocks):
         if not 0 <= block < num_blocks:

@@ -203,9 +203,9 @@ def _slots(table, queries, standing, block_size):
 def _to_null_rows(slots, rows):
     """Slots with the k-th token that is not written sent to the k-th null row; left at -1 where there are no null rows."""
     slots = slots.astype(np.int64)
-    unwritten = np.flatnonzero(slots < 0)
-    if len(rows) == 0 or len(unwritten) == 0:
+    if len(rows) == 0:
         return slots
+    unwritten = np.flatnonzero(slots < 0)
     if len(unwritten) > len(rows):
         raise ValueError(
             f"null_blocks has {len(rows)} rows for {len(unwritten)} tokens that are not written; as many rows as such tokens would work"
