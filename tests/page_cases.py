@@ -1,10 +1,11 @@
 """Small arrays, caches and batches over pages drawn without order."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from transform_cases import numbers
 
-from fattn import paged
+from fattn import dense, paged
 from fattn.plan import batch as plan
 from fattn.types import Batch, Pages
 
@@ -18,6 +19,10 @@ def close(found, expected, tolerance=2e-5):
 
 
 BLOCKS = 40
+
+# jitted: the tests of transforms say that nothing else changes
+dense_attend = jax.jit(dense.attend, static_argnames=("mask", "scale", "softcap"))
+paged_attend = jax.jit(paged.attend, static_argnames=("mask", "scale", "softcap", "lse"))
 
 
 def cached(block_size, layout="hpbd", dtype=jnp.float32, kv_heads=2, size=8, value_size=6):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from page_cases import BLOCKS, built, cached, close, single
+from page_cases import BLOCKS, built, cached, close, dense_attend, paged_attend, single
 
 from fattn import dense, paged
 from fattn.plan import batch as plan
@@ -26,15 +26,13 @@ def held_whole(q, cache, batch, q_pos, *, mask, scale, softcap):
     return dense.attend(q, k, v, queries, keys, mask=mask & same("owner"), scale=scale, softcap=softcap)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "query_lens, seq_lens, block_size",
+    "query_lens, seq_lens, block_size, layout",
     [
-        ([5, 1, 0, 3], [17, 9, 4, 3], 16),
-        ([1, 1, 1], [1, 40, 16], 7),
-        ([150, 7, 1], [150, 200, 31], 16),
-        ([129], [300], 16),
-        ([4, 2], [2, 0], 1),
+        *(([5, 1, 0, 3], [17, 9, 4, 3], 16, layout) for layout in LAYOUTS),
+        ([1, 1, 1], [1, 40, 16], 7, "hpbd"),
+        ([150, 7, 1], [150, 200, 31], 16, "hpbd"),  # more queries than a tile holds
+        ([4, 2], [2, 0], 1, "hpbd"),
     ],
 )
 def test_pages_are_the_keys_that_the_table_names(query_lens, seq_lens, block_size, layout):
@@ -42,16 +40,15 @@ def test_pages_are_the_keys_that_the_table_names(query_lens, seq_lens, block_siz
     q, options = single(sum(query_lens), 4, 8), dict(mask=causal() & window(60, 0), scale=0.3, softcap=5.0)
     q_pos = np.concatenate([np.arange(s - n, s) for n, s in zip(query_lens, seq_lens, strict=True)])
     expected = held_whole(q, cache, batch, q_pos, **options)
-    attend = jax.jit(paged.attend, static_argnames=("mask", "scale", "softcap", "lse"))
-    found = attend(q, cache, batch, **options)
+    found = paged_attend(q, cache, batch, **options)
     jax.tree.map(close, found, expected)
     if layout != "hpbd":
         return
     bucketed = plan.bucket(batch)
-    padded = attend(jnp.pad(q, ((0, len(bucketed.slot_mapping) - len(q)), (0, 0), (0, 0))), cache, bucketed, **options)
+    padded = paged_attend(jnp.pad(q, ((0, len(bucketed.slot_mapping) - len(q)), (0, 0), (0, 0))), cache, bucketed, **options)
     jax.tree.map(lambda a, b: close(a[: len(q)], b), padded, expected)
     assert not padded.out[len(q) :].any() and np.isneginf(padded.lse[len(q) :]).all()
-    alone = attend(q, cache, batch, **options, lse=False)
+    alone = paged_attend(q, cache, batch, **options, lse=False)
     assert alone.lse is None
     close(alone.out, found.out)
 
@@ -59,14 +56,14 @@ def test_pages_are_the_keys_that_the_table_names(query_lens, seq_lens, block_siz
 def test_rows_that_no_sequence_owns_see_nothing():
     batch = built([2], [5])
     loose = replace(batch, slot_mapping=np.full(4, -1, np.int32), positions=np.zeros(4, np.int32), host=None)
-    found = paged.attend(single(4, 4, 8), cached(16), loose, mask=causal(), scale=0.3)
+    found = paged_attend(single(4, 4, 8), cached(16), loose, mask=causal(), scale=0.3)
     assert np.isneginf(found.lse[2:]).all() and not found.out[2:].any() and np.isfinite(found.lse[:2]).all()
 
 
 @pytest.mark.parametrize("rows, sequences", [([], []), ([0, 0], [0, 3]), ([2], [0])])
 def test_steps_without_work(rows, sequences):
     batch = built(rows, sequences)
-    found = paged.attend(single(sum(rows), 4, 8), cached(16), batch, mask=causal(), scale=0.3)
+    found = paged_attend(single(sum(rows), 4, 8), cached(16), batch, mask=causal(), scale=0.3)
     assert found.out.shape == (sum(rows), 4, 6) and not found.out.any() and np.isneginf(found.lse).all()
 
 
@@ -75,12 +72,12 @@ def test_labels_travel_with_their_sequences():
     users = {"user": [[0] * 5 + [1] * 7, [2, 3, 2]]}
     batch = built([4, 1], [12, 3], parents=parents, query_labels={"user": [1, 1, 1, 0, 2]}, key_labels=users)
     q, cache = single(5, 4, 8), cached(16)
-    found = paged.attend(q, cache, batch, mask=tree("enter", "exit") & same("user"), scale=0.3)
+    found = paged_attend(q, cache, batch, mask=tree("enter", "exit") & same("user"), scale=0.3)
     k, v = (x[0, :12] for x in paged.gather(cache, batch.block_table[:1]))
     ancestors = {0: [8], 1: [8, 9], 2: [8, 10], 3: [8, 9, 11]}
     for row, own in ancestors.items():
         seen = [j for j in [*range(8), *own] if users["user"][0][j] == [1, 1, 1, 0][row]]
-        expected = dense.attend(
+        expected = dense_attend(
             q[row : row + 1], k[jnp.asarray(seen)], v[jnp.asarray(seen)], Range(20, 1), Range(0, len(seen)), mask=causal(), scale=0.3
         )
         jax.tree.map(lambda a, b, row=row: close(a[row : row + 1], b), found, expected)
@@ -88,10 +85,10 @@ def test_labels_travel_with_their_sequences():
 
 def test_alibi_is_made_from_positions():
     batch, cache, q, slopes = built([3, 1], [20, 4]), cached(16), single(4, 4, 8), dense.alibi_slopes(4)
-    found = paged.attend(q, cache, batch, slopes, mask=causal(), scale=0.3)
+    found = paged_attend(q, cache, batch, slopes, mask=causal(), scale=0.3)
     k, v = (x[0, :20] for x in paged.gather(cache, batch.block_table[:1]))
     bias = dense.alibi(slopes, Range(17, 3), Range(0, 20))
-    expected = dense.attend(q[:3], k, v, Range(17, 3), Range(0, 20), bias, mask=causal(), scale=0.3)
+    expected = dense_attend(q[:3], k, v, Range(17, 3), Range(0, 20), bias, mask=causal(), scale=0.3)
     jax.tree.map(lambda a, b: close(a[:3], b), found, expected)
 
 
