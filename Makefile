@@ -2,7 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 
-.PHONY: conform test thorough
+.PHONY: conform test thorough bench
 .DELETE_ON_ERROR:
 
 # The main job: npu held to the definitions, then a real model that writes through it.
@@ -19,6 +19,10 @@ thorough: .venv/installed
 	$(RUN) -m fattn conform fattn --examples 200
 	$(RUN) -m fattn conform npu --examples 200
 	$(RUN) -m fattn faults
+
+# What the host costs a step, beside what it may.
+bench: .venv/installed
+	$(RUN) -m fattn bench plan --check
 
 # torch comes first and by its exact version: nothing after it may ask for another build
 .venv/installed: pyproject.toml

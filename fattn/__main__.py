@@ -11,6 +11,9 @@ from rich.console import Console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
+bench = typer.Typer(no_args_is_help=True)
+app.add_typer(bench, name="bench", help="Measures what things cost here; --check exits 1 above what they may.")
+
 
 @app.callback()
 def _commands():
@@ -94,6 +97,24 @@ def faults(json_file: Annotated[str | None, typer.Option("--json", metavar="FILE
             json.dump(judge.as_json(broken, correct), file, indent=1)
     survived = any(not verdict.accused for verdict in broken)
     raise typer.Exit(1 if survived or any(verdict.accused for verdict in correct) else 0)
+
+
+@bench.command()
+def plan(
+    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results as JSON")] = None,
+    quick: Annotated[bool, typer.Option(help="fewer rounds and sizes")] = False,
+    check: Annotated[bool, typer.Option(help="exit 1 where something costs more than it may")] = False,
+):
+    """The host's time for a step: planning, and the Python of each npu layer with operators that do nothing, beside the original's."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from fattn.benchmarks import plan as benchmark
+
+    result = benchmark.run(quick=quick)
+    benchmark.show(Console(width=None if Console().is_terminal else 160), result)
+    if json_file is not None:
+        with open(json_file, "w") as file:
+            json.dump(benchmark.as_json(result), file, indent=1)
+    raise typer.Exit(int(check and not all(must.holds for must in result["musts"])))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from fattn.types import Batch, Host, Mask
 from npu._forms import Form, batch_form, first_key, reach
-from npu._placed import check_batch, packed_places, padded_places, window_table
+from npu._placed import check_batch, packed_places, window_table
 from npu._rules import INT32_MAX, rule, sparse_mode, triangle
 
 _ALIGNED = 128  # integers: every array begins at a multiple of 512 bytes, as an allocation of its own would
@@ -46,7 +46,7 @@ def place(batch: Batch, device, mask: Mask, *, bucketed: bool = False) -> Batch:
         table, kv_lens, hidden = window_table(np.maximum(first, 0), reach(mask), seq_lens, table, batch.block_size)
         arrays |= {"block_table": table, "kv_lens": kv_lens}
     if not form.uniform:
-        arrays |= {"padded_rows": padded_places(query_lens, form.queries), "packed_rows": packed_places(query_lens, form.queries)}
+        arrays["packed_rows"] = packed_places(query_lens, form.queries)
     moved, flat = _moved(arrays, device)
     query_labels = {name: moved[f"query {name}"] for name in batch.query_labels}
     key_labels = {name: moved[f"key {name}"] for name in batch.key_labels}
@@ -66,7 +66,9 @@ def place(batch: Batch, device, mask: Mask, *, bucketed: bool = False) -> Batch:
         "block_table": moved.get("block_table", moved["own block_table"]),
         "kv_lens_array": moved.get("kv_lens", moved["seq_lens"]),
     }
-    constants |= {name: moved[name] for name in ("padded_rows", "packed_rows") if name in moved}
+    if not form.uniform:
+        constants["packed_rows"] = moved["packed_rows"]
+        constants["padded_rows"] = _padded_rows(moved["query_start_loc"], form.queries, len(slots))
     if hidden is not None:
         constants["hidden"] = torch.from_numpy(hidden).to(device, non_blocking=True)
     elif form.explicit:
@@ -101,6 +103,12 @@ def _bucket_form(batch, query_lens, seq_lens, mask):
         raise ValueError(f"batch.host.query_lens[{row}]={query_lens[row]}: in a bucket of {sizes} tokens and sequences each has one query")
     form = batch_form([queries], [queries], mask)
     return Form(queries, uniform, form.explicit)
+
+
+def _padded_rows(query_start_loc, queries, tokens):
+    """The packed row of every row of [b queries], made on the device; a place past a sequence's own rows borrows a later row."""
+    index = torch.arange(queries, dtype=torch.int32, device=query_start_loc.device)
+    return (query_start_loc[:-1, None] + index).clamp_(max=max(tokens - 1, 0)).view(-1)
 
 
 def _moved(arrays, device):

@@ -41,12 +41,6 @@ def window_table(first, reach, seq_lens, table, block_size):
     return ids, lens, hidden[:, None, None, :]
 
 
-def padded_places(query_lens, queries):
-    """The packed row of every row of [b queries]; a place past a sequence's own rows borrows a later row."""
-    total, starts = int(query_lens.sum()), np.cumsum(query_lens) - query_lens
-    return np.minimum(starts[:, None] + np.arange(queries), max(total - 1, 0)).reshape(-1)
-
-
 def packed_places(query_lens, queries):
     """The place among rows of [b queries] of every packed row; rows past `queries` take the place of the last."""
     sequence = np.repeat(np.arange(query_lens.size), query_lens)

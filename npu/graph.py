@@ -24,7 +24,7 @@ from npu._paged import attend_by, lengths
 from npu._place import place
 
 # Of a placed batch what is on the device, under the names of host.constants: `integers` holds every integer array as one tensor
-_TENSORS = ("integers", "hidden", "empty")
+_TENSORS = ("integers", "padded_rows", "hidden", "empty")
 
 
 class Bucket(NamedTuple):

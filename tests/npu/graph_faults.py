@@ -27,15 +27,19 @@ def lists_of_the_first_mask_serve_all(patch):
 
 
 def tables_stay_what_they_were(patch):
-    patch.setattr(npu.graph, "_TENSORS", ("hidden", "empty"))
+    patch.setattr(npu.graph, "_TENSORS", ("padded_rows", "hidden", "empty"))
 
 
 def masks_stay_what_they_were(patch):
-    patch.setattr(npu.graph, "_TENSORS", ("integers", "empty"))
+    patch.setattr(npu.graph, "_TENSORS", ("integers", "padded_rows", "empty"))
 
 
 def rows_without_keys_stay_what_they_were(patch):
-    patch.setattr(npu.graph, "_TENSORS", ("integers", "hidden"))
+    patch.setattr(npu.graph, "_TENSORS", ("integers", "padded_rows", "hidden"))
+
+
+def places_of_padded_rows_stay_what_they_were(patch):
+    patch.setattr(npu.graph, "_TENSORS", ("integers", "hidden", "empty"))
 
 
 def the_first_layer_alone_is_updated(patch):
@@ -145,6 +149,7 @@ FAULTS = (
     tables_stay_what_they_were,
     masks_stay_what_they_were,
     rows_without_keys_stay_what_they_were,
+    places_of_padded_rows_stay_what_they_were,
     the_first_layer_alone_is_updated,
     layers_are_updated_in_reverse,
     one_group_holds_two_operators,

@@ -1,0 +1,1 @@
+"""What things cost, measured here: `python -m fattn bench NAME`."""
