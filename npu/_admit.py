@@ -11,6 +11,7 @@ import torch
 from fattn.types import Batch, Mask, Pages, Partial
 from npu import limits
 from npu._checks import check_devices, check_heads, check_key_values, check_rows, check_softcap, name_of
+from npu._training import refuse_gradient
 
 
 def admit(
@@ -32,6 +33,7 @@ def admit(
     `sizes` are cache_sizes(cache). `others` have to be on the same device.
     """
     num_blocks, kv_heads = sizes
+    refuse_gradient("paged.attend", q=q)
     _check_placed(batch)
     constants = batch.host.constants
     arguments = {"q": q, "cache.k": cache.k, "cache.v": cache.v, "batch.block_table": batch.block_table, "slopes": slopes}

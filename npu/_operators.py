@@ -41,6 +41,11 @@ def attention_call(device: str, workspace: torch.Tensor | None):
     return launch
 
 
+def fusion(device: str):
+    """npu_fusion_attention, as `attention`: the operator that has a gradient."""
+    return _read(_operator("npu", "npu_fusion_attention", device), "npu_fusion_attention")
+
+
 def workspace(device: str):
     """_npu_fused_infer_attention_score_get_max_workspace, as `attention`: a tensor of as much scratch memory as a call may need."""
     name = "_npu_fused_infer_attention_score_get_max_workspace"

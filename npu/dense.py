@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fattn.types import Mask, Partial
-from npu import _operators, limits
+from npu import _operators, _training, limits
 from npu._admit import check_out
 from npu._checks import check_attend, check_devices, name_of, positions
 from npu._forms import dense_form
@@ -35,6 +35,7 @@ def attend(
     Positions are a Range, Int32[n], or Tokens where the mask reads labels: ranges choose one of the operator's modes, arrays make an
     explicit mask. `out` has q's dtype, `lse` is float32. Padding keys may hold anything, other unseen keys anything finite.
     The argument `out` takes the result, and is returned; `workspace` is the operator's scratch memory.
+    Where q, k, v or bias requires a gradient, the operator for training computes, in float32 too: `out` has its gradient, `lse` has none.
     Raises ValueError for shapes, dtypes or positions that do not fit together, and Unsupported for what `limits` lists.
     Source: the documents of npu_fused_infer_attention_score.
     """
@@ -43,6 +44,12 @@ def attend(
     s, hk, dv = v.shape
     additive = None if bias is None else _bias(bias, q.shape, k.shape)
     how = dense_form(q_pos, k_pos, mask, biased=bias is not None)
+    seen = None
+    if how == "explicit":
+        seen = visible_on(q_pos, k_pos, mask=mask, device=q.device)[None]
+        seen = seen if additive is None else seen & (additive > -torch.inf)
+    if _training.asks(q, k, v, bias) and t and s:
+        return _with_gradient(q, k, v, additive, how, mask, seen, out, workspace, scale=scale, softcap=softcap)
     facts = limits.Facts(
         "dense.attend",
         name_of(q.dtype),
@@ -66,18 +73,14 @@ def attend(
         mode, left, right = sparse_mode(mask)
         hidden = triangle(q.device)
     elif how == "explicit":
-        seen = visible_on(q_pos, k_pos, mask=mask, device=q.device)[None]
         if additive is not None:
-            seen = seen & (additive > -torch.inf)
             # a key that one head alone may not see: the mask has no heads, and the operator's arithmetic no infinities
             lowest = torch.finfo(q.dtype).min
             shift = torch.where(seen, additive, lowest).expand(h, t, s).contiguous()[None]
         empty = ~seen.any(-1).T
         shared = seen.any(0)
         hidden = ~shared[None, None]
-        # 0 * NaN is NaN: what no query sees must not reach the sums
-        unused = ~shared.any(0)[:, None, None]
-        k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
+        k, v = _without_unseen(k, v, shared)
     packed = facts.packed
     arguments = {
         "query": _laid(q, packed),
@@ -105,6 +108,21 @@ def attend(
         result = Partial(result.out.masked_fill(empty[..., None], 0), result.lse.masked_fill(empty, -torch.inf))
     # where the operator wrote to `out` itself, and no row was corrected, there is nothing left to copy
     return out if out is not None and packed and empty is None else given(result, out)
+
+
+def _with_gradient(q, k, v, bias, how, mask, seen, out, workspace, *, scale, softcap):
+    for name, given_ in (("out", out), ("workspace", workspace)):
+        if given_ is not None:
+            raise ValueError(f"{name} is given, but q, k, v or bias requires a gradient: leave it out, or call under torch.no_grad()")
+    if seen is not None:
+        k, v = _without_unseen(k, v, seen.any(0))
+    return _training.attend(q, k, v, bias, how, mask, seen, scale=scale, softcap=softcap)
+
+
+def _without_unseen(k, v, shared):
+    """k and v with zeros where no query sees a key: 0 * NaN is NaN, and must not reach the sums."""
+    unused = ~shared.any(0)[:, None, None]
+    return k.masked_fill(unused, 0), v.masked_fill(unused, 0)
 
 
 def alibi(slopes: Float[Tensor, "h"], q_pos, k_pos) -> Float[Tensor, "h t s"]:

@@ -136,6 +136,7 @@ CHOICES = (
     Choice("dense.attend", "ranges of which every query sees every key", "BSND, no mask"),
     Choice("dense.attend", "any other positions or mask, one query, a bias", "BSND, sparse_mode 0, explicit mask"),
     Choice("dense.attend", "head size 128, or 192, without an explicit mask", "TND"),
+    Choice("dense.attend", "q, k, v or a bias requires a gradient", "npu_fusion_attention, BSND; its gradient is an operator too"),
     Choice(
         "paged.attend",
         "head size 128, or 192: decode of full and causal masks, several queries of one band",

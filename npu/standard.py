@@ -14,6 +14,7 @@ from npu import _operators, paged, rope
 from npu._admit import admit, admit_write, check_reach, once_a_step
 from npu._checks import cache_sizes, check_devices, check_rows
 from npu._paged import attend_by, store
+from npu._training import refuse_gradient
 from npu.merge import finish
 
 Config = StandardConfig
@@ -87,6 +88,8 @@ def attend_and_write(
     The batch comes from npu.place, and the cache is written in place. Before anything is written this raises ValueError where arguments do
     not fit together or a row has no slot (the plan gives padding rows of null blocks), and what paged.attend refuses.
     """
+    if torch.is_grad_enabled():
+        refuse_gradient("a layer over pages", q=q, k=k, v=v)
     check = functools.partial(_checked, q, k, v, cache, batch, sinks, slopes, mask=mask, softcap=softcap, own=attend is paged.attend)
     tensors = (q, k, v, cache.k, cache.v, batch.block_table, batch.slot_mapping, sinks, slopes)
     facts = once_a_step(batch, tensors, (cache.layout, cache.block_size, batch.block_size, mask, softcap, attend), check)

@@ -77,6 +77,7 @@ def _behind_the_wheel(target, on_device):
         importlib.import_module("torch_npu")
         importlib.import_module("torch_npu.op_plugin.atb._atb_ops")  # defines torch.ops.atb
     importlib.import_module("npu.emulator.kernels").register_all()
+    importlib.import_module("npu.emulator.fusion").register_all()
     importlib.import_module("npu.emulator.graphs").replace(on_device=on_device)
     if on_device:
         hostdev.start(stand_ins, target)
