@@ -92,9 +92,13 @@ def test_alibi_is_made_from_positions():
     jax.tree.map(lambda a, b: close(a[:3], b), found, expected)
 
 
-@pytest.mark.parametrize("slots", [np.asarray([3, -1, 640, 2**40 + 5, 17]), jnp.asarray([3, -1, 640, 99999, 17])], ids=["int64", "int32"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, dtype, slots",
+    [
+        *((layout, dtype, np.asarray([3, -1, 640, 2**40 + 5, 17])) for layout in LAYOUTS for dtype in (jnp.float32, jnp.bfloat16)),
+        ("hpbd", jnp.float16, jnp.asarray([3, -1, 640, 99999, 17])),
+    ],
+)
 def test_writes_land_in_their_slots_and_nowhere_else(layout, dtype, slots):
     cache, k, v = cached(16, layout, dtype), single(5, 2, 8, seed=1).astype(dtype), single(5, 2, 6, seed=2).astype(dtype)
     before, after = (paged.convert(c, layout="pbhd") for c in (cache, paged.write(cache, k, v, slots)))

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 from transform_cases import CASES, VISIBLE
 
 # paged.attend gathers from every layout as paged.gather does: one layout's derivatives are enough
 DIFFERENTIATED = [name for name in CASES if name not in ("paged.attend pbhd", "paged.attend phbd")]
+STEP = 1e-5
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -27,22 +27,14 @@ def assert_close(found, expected, tolerance=1e-11):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def finite(call):
-    """The function with its exact -inf (the lse of rows that see nothing) as 0: differences of infinities are no numbers."""
-
-    def replaced(*arguments):
-        return jax.tree.map(lambda x: jnp.where(jnp.isneginf(x), 0, x), jax.tree.leaves(call(*arguments)))
-
-    return jax.jit(replaced)
+def finite(tree):
+    """The leaves, with their exact -inf (the lse of rows that see nothing) as 0: differences of infinities are no numbers."""
+    return [jnp.where(jnp.isneginf(x), 0, x) for x in jax.tree.leaves(tree)]
 
 
-def weighed(call):
-    """One number that every result moves, each by its own amount."""
-
-    def total(*arguments):
-        return sum(jnp.sum(jnp.sin(jnp.arange(x.size) + 1.0).reshape(x.shape) * x) for x in finite(call)(*arguments))
-
-    return total
+def weighed(leaves):
+    """One number that every entry moves, each by its own amount."""
+    return sum(jnp.vdot(jnp.sin(jnp.arange(x.size) + 1.0), x.reshape(-1)) for x in leaves)
 
 
 def changed(tree, seed):
@@ -68,22 +60,29 @@ def test_vmap_is_a_loop(case):
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
-def test_derivatives_of_both_modes_are_those_of_differences(name):
+def test_derivatives_are_those_of_differences(name):
+    """Forward mode against values, reverse mode against forward mode, forward over reverse against gradients."""
     call, arguments = CASES[name]
-    check_grads(finite(call), arguments, order=1, modes=("fwd", "rev"), atol=1e-6, rtol=1e-6)
+    gradient = jax.grad(lambda arguments: weighed(finite(call(*arguments))))
 
+    @jax.jit
+    def derivatives(arguments, direction):
+        tangents = jax.jvp(lambda arguments: finite(call(*arguments)), (arguments,), (direction,))[1]
+        return tangents, *jax.jvp(gradient, (arguments,), (direction,))
 
-@pytest.mark.parametrize("name", [name for name in DIFFERENTIATED if name != "paged.attend tree"])
-def test_forward_over_reverse_is_the_difference_of_gradients(name):
-    call, arguments = CASES[name]
-    gradient = jax.jit(jax.grad(weighed(call), tuple(range(len(arguments)))))
     direction = changed(jax.tree.map(np.zeros_like, arguments), 1)
-    step = 1e-5
-    ahead = gradient(*jax.tree.map(lambda x, d: x + step * d, arguments, direction))
-    behind = gradient(*jax.tree.map(lambda x, d: x - step * d, arguments, direction))
-    expected = jax.tree.map(lambda a, b: (a - b) / (2 * step), ahead, behind)
-    _, found = jax.jit(lambda x, d: jax.jvp(gradient, x, d))(arguments, direction)
-    assert_close(found, expected, tolerance=1e-6)
+    ahead, behind = (jax.tree.map(lambda x, d, h=h: x + h * d, arguments, direction) for h in (STEP, -STEP))
+    tangents, slope, curvature = derivatives(arguments, direction)
+
+    def difference(function):
+        return jax.tree.map(lambda a, b: (a - b) / (2 * STEP), function(ahead), function(behind))
+
+    assert_close(tangents, difference(lambda arguments: finite(jax.jit(call)(*arguments))), 1e-6)
+    assert_close(curvature, difference(lambda arguments: derivatives(arguments, direction)[1]), 1e-6)
+    for seed in range(2, 6):
+        other = changed(jax.tree.map(np.zeros_like, arguments), seed)
+        along = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(slope), jax.tree.leaves(other), strict=True))
+        assert_close(along, weighed(derivatives(arguments, other)[0]))
 
 
 @pytest.mark.parametrize("visible", VISIBLE)
