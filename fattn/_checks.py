@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from fattn import _pytree  # noqa: F401  (Tokens, Range, Pages and Batch become JAX values)
 from fattn._placement import check_alike, check_placed
-from fattn.types import LAYOUTS, Range, Tokens
+from fattn.types import LAYOUTS, Mask, Range, Tokens
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -26,7 +26,7 @@ def positions(tokens) -> Array:
     pos = jnp.asarray(pos)
     if pos.ndim != 1 or not jnp.issubdtype(pos.dtype, jnp.integer):
         raise ValueError(f"positions must be a Range or one-dimensional integers, got {pos.dtype}{list(pos.shape)}")
-    return pos
+    return pos.astype(jnp.int32)  # differences of unsigned integers would wrap
 
 
 def check_attend(q, k, v, q_pos, k_pos, *, softcap):
@@ -164,7 +164,7 @@ def check_labels(batch, mask):
         ("query_labels", batch.query_labels, (rows,)),
         ("key_labels", batch.key_labels, (sequences, blocks * batch.block_size)),
     ):
-        for name in mask.labels():
+        for name in mask.labels() if isinstance(mask, Mask) else ():  # what is no mask is refused where it is read
             if name not in labels:
                 raise ValueError(f"the mask reads label {name!r}, which batch.{side} lacks; it holds {sorted(labels)}")
             if labels[name].shape != shape:

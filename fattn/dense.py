@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fattn._checks import as_arrays, check_attend, positions
+from fattn._checks import DTYPES, as_arrays, check_attend, positions
 from fattn.masks import visible
 from fattn.types import Mask, Partial
 
@@ -63,16 +63,20 @@ def attend(
 
 
 def alibi(slopes: Float[Array, "h"], q_pos, k_pos) -> Float[Array, "h t s"]:
-    """ALiBi's bias, -slope |p - j|, for `attend`. Positions as in `attend`."""
+    """ALiBi's bias, -slope |p - j|, for `attend`, in float32 (float64 for float64). Positions as in `attend`."""
+    slopes = jnp.asarray(slopes)
     distance = jnp.abs(positions(q_pos)[:, None] - positions(k_pos)[None, :])
-    return -jnp.asarray(slopes)[:, None, None] * distance
+    # low-precision slopes would round distances past 256
+    return -slopes.astype(jnp.promote_types(slopes.dtype, jnp.float32))[:, None, None] * distance
 
 
 def alibi_slopes(heads: int) -> Float[Array, "h"]:
     """ALiBi's geometric slopes, 2^(-8 i / n) for i = 1..n with n the power of two at or below `heads`, then every second of 2n's.
 
-    Source: Press et al. 2022, "Train Short, Test Long".
+    Raises ValueError for no heads. Source: Press et al. 2022, "Train Short, Test Long".
     """
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads!r}")
     n = 1 << (heads.bit_length() - 1)
     exponents = [-8 * i / n for i in range(1, n + 1)] + [-4 * i / n for i in range(1, 2 * (heads - n), 2)]
     return jnp.asarray([2.0**e for e in exponents], jnp.float32)
@@ -80,6 +84,8 @@ def alibi_slopes(heads: int) -> Float[Array, "h"]:
 
 def _bias(bias, q_shape, k_shape):
     bias, full = jnp.asarray(bias), (q_shape[1], q_shape[0], k_shape[0])
+    if str(bias.dtype) not in DTYPES:
+        raise ValueError(f"bias has dtype {bias.dtype}; a float bias is added to scores, and `mask`, or a bias of -inf, hides keys")
     if bias.ndim > 3 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], full[::-1], strict=False)):
         raise ValueError(f"bias has shape {list(bias.shape)}, which does not broadcast to [heads, queries, keys] = {list(full)}")
     return bias.reshape((1,) * (3 - bias.ndim) + bias.shape)

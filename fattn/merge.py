@@ -37,7 +37,7 @@ def finish(partial: Partial, sink: Float[Array, "h"] | None = None, *, dtype) ->
     The sink is neither scaled nor capped; -inf is no sink, +inf gives 0. Raises ValueError where a sink meets a Partial without lse.
     """
     if sink is None:
-        return partial.out.astype(dtype)
+        return jnp.asarray(partial.out).astype(dtype)
     if partial.lse is None:
         raise ValueError("partial.lse is None: a sink needs the log-sum-exp; ask for it with lse=True")
     sink = jnp.asarray(sink)

@@ -80,8 +80,7 @@ def _frequencies(rotary_size, theta):
 
 def _operands(x, cos, sin):
     x, cos, sin = jnp.asarray(x), jnp.asarray(cos), jnp.asarray(sin)
-    if x.ndim != 3:
-        raise ValueError(f"x must be [tokens, heads, size], got shape {list(x.shape)}")
+    _checks.check_rows("x", x)
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] != x.shape[0]:
         raise ValueError(f"cos and sin must be [tokens, pairs] for {x.shape[0]} tokens, got {list(cos.shape)} and {list(sin.shape)}")
     size = 2 * cos.shape[1]

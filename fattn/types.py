@@ -83,27 +83,33 @@ class Mask:
 
 @dataclass(frozen=True)
 class Full(Mask):
-    pass
+    """full()."""
 
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    pass
+    """causal()."""
 
 
 @dataclass(frozen=True)
 class Window(Mask):
+    """window(left, right)."""
+
     left: int | None
     right: int | None
 
 
 @dataclass(frozen=True)
 class Chunk(Mask):
+    """chunk(size)."""
+
     size: int
 
 
 @dataclass(frozen=True)
 class Same(Mask):
+    """same(label)."""
+
     label: str
 
     def labels(self) -> frozenset[str]:
@@ -112,6 +118,8 @@ class Same(Mask):
 
 @dataclass(frozen=True)
 class Tree(Mask):
+    """tree(enter, exit)."""
+
     enter: str
     exit: str
 
@@ -121,6 +129,8 @@ class Tree(Mask):
 
 @dataclass(frozen=True)
 class And(Mask):
+    """first & second."""
+
     first: Mask
     second: Mask
 
@@ -130,6 +140,8 @@ class And(Mask):
 
 @dataclass(frozen=True)
 class Or(Mask):
+    """first | second."""
+
     first: Mask
     second: Mask
 
@@ -265,7 +277,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class StandardConfig:
-    """A standard attention layer. `rotary` pairs halves ("half", NeoX), neighbours ("interleaved", GPT-J), or is None."""
+    """A standard attention layer. `rotary` pairs halves ("half", NeoX), neighbours ("interleaved", GPT-J), or is None.
+
+    Raises ValueError for sizes that do not fit together.
+    """
 
     hidden_size: int = static()
     heads: int = static()
@@ -279,7 +294,12 @@ class StandardConfig:
     rotary_theta: float = static(default=10000.0)
 
     def __post_init__(self):
+        for name in ("hidden_size", "heads", "kv_heads", "head_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.rotary not in ("half", "interleaved", None):
             raise ValueError(f"rotary must be 'half', 'interleaved' or None, got {self.rotary!r}")
+        if self.rotary_size is not None and (self.rotary_size % 2 or not 2 <= self.rotary_size <= self.head_size):
+            raise ValueError(f"rotary_size must be even, from 2 to head_size={self.head_size}, or None for all; got {self.rotary_size!r}")

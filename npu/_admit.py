@@ -124,8 +124,9 @@ def admit_write(cache: Pages, sizes: tuple[int, int], k, v, slots):
         if rows.shape[1] != kv_heads or rows.shape[2] != array.shape[-1]:
             raise ValueError(f"{name} has rows of {list(rows.shape[1:])}, the cache's are {[kv_heads, array.shape[-1]]} (heads, size)")
     check_key_values(k, v)
-    if tuple(slots.shape) != (k.shape[0],):
-        raise ValueError(f"slots has shape {list(slots.shape)} for {k.shape[0]} rows of k")
+    if tuple(slots.shape) != (k.shape[0],) or slots.dtype not in (torch.int32, torch.int64):
+        found = f"{name_of(slots.dtype)}{list(slots.shape)}"
+        raise ValueError(f"slots must be int32 or int64, one a row of k, got {found} for {k.shape[0]} rows")
     _kept(_permit_write)(name_of(cache.k.dtype), kv_heads, cache.layout, contiguous(cache))
 
 

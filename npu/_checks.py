@@ -35,7 +35,7 @@ def positions(tokens, device) -> torch.Tensor:
     size, pos = count(tokens), side(tokens)
     if isinstance(pos, Range):
         return torch.arange(pos.start, pos.start + size, dtype=torch.int32, device=device)
-    return pos
+    return pos.to(torch.int32)  # differences of unsigned integers would wrap
 
 
 def check_devices(arguments: dict):

@@ -153,7 +153,8 @@ def _shift(q, batch, slopes):
     own = constants["kv_lens_array"] - batch.query_start_loc.diff()
     p = own[:, None, None] + torch.arange(queries, dtype=torch.int32, device=q.device)[:, None]
     distance = (p - torch.arange(keys, dtype=torch.int32, device=q.device)).abs()
-    bias = -slopes[:, None, None] * distance[:, None]
+    # low-precision slopes would round distances past 256
+    bias = -slopes.to(torch.promote_types(slopes.dtype, torch.float32))[:, None, None] * distance[:, None]
     return bias.clamp_min(torch.finfo(q.dtype).min).to(q.dtype)
 
 

@@ -126,17 +126,21 @@ def _without_unseen(k, v, shared):
 
 
 def alibi(slopes: Float[Tensor, "h"], q_pos, k_pos) -> Float[Tensor, "h t s"]:
-    """ALiBi's bias, -slope |p - j|, for `attend`, which takes it in q's dtype. Positions as in `attend`."""
+    """ALiBi's bias, -slope |p - j|, in float32 (float64 for float64), for `attend`, which takes it in q's dtype; positions alike."""
     check_devices({"slopes": slopes, "q_pos": q_pos, "k_pos": k_pos})
     p, j = positions(q_pos, slopes.device), positions(k_pos, slopes.device)
+    # low-precision slopes would round distances past 256
+    slopes = slopes.to(torch.promote_types(slopes.dtype, torch.float32))
     return -slopes[:, None, None] * (p[:, None] - j[None, :]).abs()
 
 
 def alibi_slopes(heads: int) -> Float[Tensor, "h"]:
     """ALiBi's geometric slopes, 2^(-8 i / n) for i = 1..n with n the power of two at or below `heads`, then every second of 2n's.
 
-    Source: Press et al. 2022, "Train Short, Test Long".
+    Raises ValueError for no heads. Source: Press et al. 2022, "Train Short, Test Long".
     """
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads!r}")
     n = 1 << (heads.bit_length() - 1)
     exponents = [-8 * i / n for i in range(1, n + 1)] + [-4 * i / n for i in range(1, 2 * (heads - n), 2)]
     return torch.tensor([2.0**e for e in exponents], dtype=torch.float32)
@@ -159,6 +163,10 @@ def _room(q, value_size, packed, out):
 
 def _bias(bias, q_shape, k_shape):
     full = (q_shape[1], q_shape[0], k_shape[0])
+    if not bias.dtype.is_floating_point:
+        raise ValueError(
+            f"bias has dtype {name_of(bias.dtype)}; a float bias is added to scores, and `mask`, or a bias of -inf, hides keys"
+        )
     if bias.ndim > 3 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], full[::-1], strict=False)):
         raise ValueError(f"bias has shape {list(bias.shape)}, which does not broadcast to [heads, queries, keys] = {list(full)}")
     return bias.reshape((1,) * (3 - bias.ndim) + tuple(bias.shape))

@@ -9,7 +9,7 @@ from torch import Tensor
 from fattn.types import LAYOUTS, Batch, Mask, Pages, Partial
 from npu import _operators
 from npu._admit import admit, admit_write
-from npu._checks import cache_sizes, check_devices
+from npu._checks import cache_sizes, check_devices, name_of
 from npu._paged import attend_by, store
 
 
@@ -55,11 +55,15 @@ def write(cache: Pages, k: Float[Tensor, "t hk d"], v: Float[Tensor, "t hk dv"],
 
 
 def gather(cache: Pages, block_table: Int32[Tensor, "b p"]) -> tuple[Float[Tensor, "b s hk d"], Float[Tensor, "b s hk dv"]]:
-    """Keys and values of the blocks that each row of the table names, end to end: s = p * block_size. An id out of range gives zeros."""
+    """Keys and values of the blocks that each row of the table names, end to end: s = p * block_size. An id out of range gives zeros.
+
+    Raises ValueError for a table that is not two-dimensional integers.
+    """
     blocks, _ = cache_sizes(cache)
     check_devices({"cache.k": cache.k, "cache.v": cache.v, "block_table": block_table})
-    if block_table.ndim != 2:
-        raise ValueError(f"block_table must be [sequences, blocks], got shape {list(block_table.shape)}")
+    if block_table.ndim != 2 or block_table.dtype not in (torch.int32, torch.int64):
+        found = f"{name_of(block_table.dtype)}{list(block_table.shape)}"
+        raise ValueError(f"block_table must be int32 or int64 [sequences, blocks], got {found}")
     known = (block_table >= 0) & (block_table < blocks)
     ids = block_table.clamp(0, blocks - 1).reshape(-1)
     return tuple(_gathered(_permuted(array, cache.layout, "pbhd"), ids, known) for array in (cache.k, cache.v))

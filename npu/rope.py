@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from npu import _operators, limits
+from npu import _checks, _operators, limits
 from npu._checks import check_devices, check_rows, name_of
 
 
@@ -28,9 +28,11 @@ def yarn(
 
     Pairs that turn more than beta_fast times over the original length keep their frequency, those that turn less than beta_slow times are
     slowed by `factor`, and between them (bounds rounded outwards to whole pairs) the share grows linearly.
-    Raises ValueError for a size that is odd or below 2. Source: Peng et al. 2023, "YaRN".
+    Raises ValueError for a size that is odd or below 2, or a factor below 1. Source: Peng et al. 2023, "YaRN".
     """
     _check_size(rotary_size)
+    if not factor >= 1:
+        raise ValueError(f"factor must be at least 1, got {factor!r}")
 
     def pair_that_turns(times):
         return rotary_size * math.log(original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -46,10 +48,13 @@ def yarn(
 def table(
     positions: Int32[Tensor, "t"], frequencies: Float[Tensor, "rotary_size/2"], *, dtype
 ) -> tuple[Float[Tensor, "t rotary_size/2"], Float[Tensor, "t rotary_size/2"]]:
-    """cos and sin of position * frequency, computed in float32 (float64 for float64 frequencies) and returned in `dtype`."""
+    """cos and sin of position * frequency, computed in float32 (float64 for float64 frequencies) and returned in `dtype`.
+
+    Raises ValueError for positions that are not one-dimensional integers.
+    """
     check_devices({"positions": positions, "frequencies": frequencies})
     accumulator = torch.float64 if frequencies.dtype == torch.float64 else torch.float32
-    angles = positions.to(accumulator)[:, None] * frequencies
+    angles = _checks.positions(positions, frequencies.device).to(accumulator)[:, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

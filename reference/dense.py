@@ -6,11 +6,12 @@ import numpy as np
 from jaxtyping import Float
 
 from fattn.types import Mask, Partial
-from reference._checks import check_attend, positions, shape
+from reference._checks import check_attend, dtype, positions, shape
 from reference.bounded import (
     FLOAT32,
     KAPPA,
     LARGEST_EXPONENT,
+    ROUNDOFF,
     SLACK,
     Bounded,
     Precision,
@@ -83,8 +84,10 @@ def alibi(slopes: Float[Array, "h"], q_pos, k_pos, *, precision: Precision = FLO
 def alibi_slopes(heads: int, *, precision: Precision = FLOAT32) -> Bounded:
     """ALiBi's geometric slopes, 2^(-8 i / n) for i = 1..n with n the power of two at or below `heads`, then every second of 2n's.
 
-    Source: Press et al. 2022, "Train Short, Test Long".
+    Raises ValueError for no heads. Source: Press et al. 2022, "Train Short, Test Long".
     """
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads!r}")
     n = 1
     while 2 * n <= heads:
         n *= 2
@@ -148,6 +151,8 @@ def _softmax(z, v, *, precision):
 def _bias(bias, full) -> Bounded:
     """`bias` broadcast to [heads, queries, keys]."""
     given = shape(bias)
+    if str(dtype(bias)) not in ROUNDOFF:
+        raise ValueError(f"bias has dtype {dtype(bias)}; a float bias is added to scores, and `mask`, or a bias of -inf, hides keys")
     if len(given) > 3 or any(n not in (1, m) for n, m in zip(given[::-1], full[::-1], strict=False)):
         raise ValueError(f"bias has shape {list(given)}, which does not broadcast to [heads, queries, keys] = {list(full)}")
     return Bounded(*(np.broadcast_to(part, full) for part in bounded(bias)))

@@ -51,10 +51,15 @@ def write(cache: Pages, k: Float[Array, "t hk d"], v: Float[Array, "t hk dv"], s
 
 
 def gather(cache: Pages, block_table: Int32[Array, "b p"]) -> tuple[Float[Array, "b s hk d"], Float[Array, "b s hk dv"]]:
-    """The keys and values of every sequence in order, s = p * block_size. A block id that the cache does not have gives zeros."""
+    """The keys and values of every sequence in order, s = p * block_size. A block id that the cache does not have gives zeros.
+
+    Raises ValueError for a table that is not two-dimensional integers.
+    """
     if isinstance(cache, Bounded):
         return tuple(Bounded(*pair) for pair in zip(*(gather(part, block_table) for part in cache), strict=True))
     cache, table = convert(cache, layout="pbhd"), np.asarray(block_table)
+    if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(f"block_table must be integers [sequences, blocks], got {table.dtype}{list(table.shape)}")
     gathered = []
     for blocks in (cache.k, cache.v):
         found = np.zeros((*table.shape, *blocks.shape[1:]), blocks.dtype)

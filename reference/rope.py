@@ -40,8 +40,11 @@ def yarn(
     """YaRN's frequencies: over beta_fast turns within original_length they stay, under beta_slow turns they are divided by factor.
 
     Between the two a linear ramp over the index blends them. Radians per position, Bounded [rotary_size/2]. cos and sin are not scaled:
-    the softmax scale is where a model applies its mscale. Source: Peng et al. 2023, "YaRN"; DeepSeek-V3's inference code.
+    the softmax scale is where a model applies its mscale. Raises ValueError for an odd size or a factor below 1.
+    Source: Peng et al. 2023, "YaRN"; DeepSeek-V3's inference code.
     """
+    if not factor >= 1:
+        raise ValueError(f"factor must be at least 1, got {factor!r}")
     plain = frequencies(rotary_size, theta=theta, precision=precision)
     low = max(math.floor(_turning(beta_fast, rotary_size, theta, original_length)), 0)
     high = min(math.ceil(_turning(beta_slow, rotary_size, theta, original_length)), rotary_size - 1)

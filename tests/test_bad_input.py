@@ -54,9 +54,44 @@ def test_masks_and_layers():
         (lambda: Range(0, -1), "Range size must not be negative, got -1"),
         (lambda: StandardConfig(64, 9, 2, 16, 0.25, causal()), "heads=9 must be a multiple of kv_heads=2"),
         (lambda: StandardConfig(64, 4, 2, 16, 0.25, causal(), rotary="neox"), "rotary must be .*, got 'neox'"),
+        (lambda: StandardConfig(64, 4, 0, 16, 0.25, causal()), "kv_heads must be at least 1, got 0"),
+        (lambda: StandardConfig(64, -4, 2, 16, 0.25, causal()), "heads must be at least 1, got -4"),
+        (lambda: StandardConfig(64, 4, 2, 16, 0.25, causal(), rotary_size=0), "rotary_size must be even, from 2 to head_size=16.*; got 0"),
+        (lambda: StandardConfig(64, 4, 2, 16, 0.25, causal(), rotary_size=18), "rotary_size must be .*; got 18"),
     ):
         with pytest.raises(ValueError, match=message):
             build()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda layer: layer.package.dense.alibi_slopes(0), "heads must be at least 1, got 0"),
+        (lambda layer: layer.package.rope.yarn(64, theta=1e4, factor=0.5, original_length=4096), "factor must be at least 1, got 0.5"),
+        (
+            lambda layer: layer.package.rope.table(*map(layer.array, np.ones((2, 3), np.float32)), dtype=np.float32),
+            r"positions .*float32\[3\]",
+        ),
+        (
+            lambda layer: layer.package.paged.gather(
+                layer.package.paged.allocate(2, 1, 4, 4, block_size=16, layout="pbhd", dtype=np.float32),
+                layer.array(np.zeros((1, 2), np.float32)),
+            ),
+            r"block_table must be integers .*float32\[1, 2\]",
+        ),
+        (lambda layer: layer.package.rope.half(*(layer.array(np.ones(n, np.int32)) for n in ((3, 1, 4), (3, 2), (3, 2)))), "int32"),
+    ],
+)
+@pytest.mark.parametrize("layer", [ORACLE, JAX], ids=["reference", "fattn"])
+def test_small_functions(layer, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(layer)
+
+
+@pytest.mark.parametrize("function", ["dense.attend", "paged.attend"])
+def test_what_is_no_mask(function):
+    with pytest.raises(TypeError, match="mask must be made by fattn.types"):
+        JAX.call(function, {"mask": np.ones((5, 7), bool)})
 
 
 GOOD = dict(query_lens=[3, 1], seq_lens=[10, 7], block_tables=[[0, 1, 2], [4, 5]], block_size=4, num_blocks=9)

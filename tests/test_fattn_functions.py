@@ -52,7 +52,7 @@ def test_rotation_turns_in_float32_and_keeps_the_dtype(turn):
         (lambda: rope.yarn(4, theta=1e4, factor=0.5, original_length=9), "factor must be at least 1, got 0.5"),
         (lambda: rope.half(single(3, 2, 4), single(2, 2), single(2, 2)), r"cos and sin must be \[tokens, pairs\] for 3 tokens"),
         (lambda: rope.half(single(3, 2, 4), single(3, 3), single(3, 3)), "cos holds 3 pairs, but x has only 4 dims a head"),
-        (lambda: rope.interleaved(single(3, 4), single(3, 2), single(3, 2)), r"x must be \[tokens, heads, size\], got shape \[3, 4\]"),
+        (lambda: rope.interleaved(single(3, 4), single(3, 2), single(3, 2)), r"x must be \[rows, heads, size\], got shape \[3, 4\]"),
     ],
 )
 def test_rotary_arguments_that_do_not_fit(call, message):
@@ -117,6 +117,19 @@ def test_numpy_arguments_are_taken():
     jax.tree.map(
         np.testing.assert_array_equal, found, dense.attend(*map(jnp.asarray, (q, k, k)), Range(3, 2), Range(0, 5), mask=causal(), scale=0.5)
     )
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint32, np.int8, np.int64])
+def test_positions_of_any_integer_type_mean_the_same(kind):
+    """Differences of unsigned integers wrap: a key after its query was once outside every window."""
+    p, j = np.array([0, 3], kind), np.array([0, 2, 5], kind)
+    expected = masks.visible(p.astype(np.int32), j.astype(np.int32), mask=window(4, 3))
+    np.testing.assert_array_equal(masks.visible(p, j, mask=window(4, 3)), expected)
+
+
+def test_alibi_of_low_precision_slopes_has_whole_distances():
+    slopes = jnp.asarray([0.5], jnp.bfloat16)
+    np.testing.assert_array_equal(dense.alibi(slopes, Range(1001, 1), Range(0, 3)), [[[-500.5, -500.0, -499.5]]])
 
 
 def test_tokens_need_the_labels_that_a_mask_reads():

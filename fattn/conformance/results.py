@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 class Result:
     """One check of one operation.
 
-    `check` is "value", the name of a law, or "option=value" of a feature. `status` is "passed", "refused", "failed" or "absent". `decisive`
-    counts the examples that a wrong decision would have changed by at least eight bounds. `reason` says why it was refused, or the smallest
-    input that failed and the file to replay. `core`: refusing it would be a failure.
+    `check` is "value", the name of a law, or "option=value" of a feature. `status` is "passed", "refused", "failed", "absent" (the target
+    lacks the operation) or "unreached" (no example of the feature passed). `decisive` counts the examples that a wrong decision would have
+    changed by at least eight bounds. `reason` says why it was refused, or the smallest input that failed and the file to replay. `core`:
+    refusing it would be a failure.
     """
 
     operation: str

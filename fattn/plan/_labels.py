@@ -65,6 +65,7 @@ def add_tree(query_labels, key_labels, parents, queries, keys, starts, standing,
 
 
 def query_label(name, values, tokens):
+    """Int32[tokens] of a label's values. Raises ValueError that names the row for what is no integer, and for another count."""
     label = _checks.integers(f"query_labels[{name!r}]", values)
     if len(label) != tokens:
         raise ValueError(f"query_labels[{name!r}] has {len(label)} values for {tokens} tokens; one for each token would work")
@@ -72,6 +73,7 @@ def query_label(name, values, tokens):
 
 
 def key_label(name, values, keys, width):
+    """Int32[b width] of a label's values, given so, or as a list of keys[row] for each sequence. Raises as `query_label`."""
     field = f"key_labels[{name!r}]"
     if getattr(values, "ndim", None) == 2:
         label = _checks.integers(field, values, rank=2)

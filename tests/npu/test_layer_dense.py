@@ -132,6 +132,8 @@ def test_alibi():
     bias = npu.dense.alibi(slopes, Range(3, 9), Range(0, 12))
     np.testing.assert_allclose(bias.numpy(), reference.dense.alibi(slopes.numpy(), Range(3, 9), Range(0, 12)).value, rtol=1e-6)
     check(q, k, v, Range(3, 9), Range(0, 12), bias.half(), mask=causal())
+    low = npu.dense.alibi(torch.tensor([0.5], dtype=torch.bfloat16), Range(1001, 1), Range(0, 3))
+    assert low.tolist() == [[[-500.5, -500.0, -499.5]]]  # distances past 256 are no bfloat16 numbers
 
 
 @pytest.mark.parametrize("mask", [full(), causal(), window(3, 0)], ids=str)

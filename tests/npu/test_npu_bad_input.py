@@ -7,7 +7,7 @@ from bad_input_cases import NUMBERS, SHAPES, Layer, batch, spoiled
 
 import npu
 import npu.emulator
-from fattn.types import causal
+from fattn.types import causal, window
 
 NPU = Layer(npu, torch.from_numpy, lambda tensor: tensor.numpy(), lambda batch, mask: npu.place(batch, "cpu", mask))
 
@@ -48,6 +48,32 @@ def test_numbers_of_a_batch(function, change, message):
 def test_slots_of_a_batch(index, value, message):
     with pytest.raises(ValueError, match=message):
         NPU.call("standard.attend_and_write", {"batch": spoiled("slot_mapping", index, value)})
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: npu.dense.alibi_slopes(0), "heads must be at least 1, got 0"),
+        (lambda: npu.rope.yarn(64, theta=1e4, factor=0.5, original_length=4096), "factor must be at least 1, got 0.5"),
+        (lambda: npu.rope.table(torch.ones(3), torch.ones(2), dtype=torch.float32), r"positions must be .*float32\[3\]"),
+        (lambda: npu.paged.gather(npu_cache(), torch.zeros(1, 2)), r"block_table must be int32 or int64 .*float32\[1, 2\]"),
+        (lambda: npu.rope.half(*(torch.ones(n, dtype=torch.int32) for n in ((3, 1, 4), (3, 2), (3, 2)))), "x has dtype int32"),
+    ],
+)
+def test_small_functions(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def npu_cache():
+    return npu.paged.allocate(2, 1, 16, 16, block_size=16, layout="pbhd", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int64])
+def test_positions_of_any_integer_type_mean_the_same(kind):
+    p, j = torch.tensor([0, 3], dtype=kind), torch.tensor([0, 2, 5], dtype=kind)
+    expected = npu.masks.visible(p.int(), j.int(), mask=window(4, 3))
+    assert torch.equal(npu.masks.visible(p, j, mask=window(4, 3)), expected)
 
 
 def test_a_batch_is_placed_first():

@@ -51,9 +51,10 @@ def softmax(z, seen, v) -> Partial:
 
 
 def alibi(slopes, q_pos, k_pos):
-    """-slope |p - j|, [h t s]."""
+    """-slope |p - j|, [h t s] in the accumulation dtype."""
+    kind = accumulation(slopes.dtype)
     distance = np.abs(positions(q_pos)[:, None] - positions(k_pos)[None, :])
-    return -slopes[:, None, None] * distance.astype(slopes.dtype)
+    return -slopes.astype(kind)[:, None, None] * distance.astype(kind)
 
 
 def alibi_slopes(heads: int):
