@@ -7,7 +7,7 @@ import importlib
 
 ARRAYS = "jax"  # what the functions take and return; the conformance kit reads it
 
-_SUBMODULES = ("conformance", "dense", "masks", "merge", "paged", "plan", "rope", "standard", "types")
+_SUBMODULES = ("conformance", "dense", "masks", "merge", "paged", "plan", "quant", "rope", "standard", "types")
 
 
 def __getattr__(name):

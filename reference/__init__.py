@@ -7,7 +7,7 @@ import importlib
 
 ARRAYS = "numpy"  # what the functions take and return; the conformance kit reads it
 
-_SUBMODULES = ("bounded", "dense", "masks", "merge", "paged", "rope", "standard")
+_SUBMODULES = ("bounded", "dense", "masks", "merge", "paged", "quant", "rope", "standard")
 
 
 def __getattr__(name):

@@ -19,6 +19,7 @@ TABLE = {
     "merge": {"empty": ALL, "merge": ALL, "finish": ALL},
     "rope": {"frequencies": ALL, "yarn": ALL, "table": ALL, "half": ALL, "interleaved": ALL},
     "paged": {"allocate": ALL, "convert": ALL, "write": ALL, "gather": ALL, "attend": ALL},
+    "quant": dict.fromkeys(("Scales", "quantise", "dequantise", "token_scales", "allocate", "write", "gather", "attend"), ALL),
     "standard": {"Weights": ALL, "Prepared": ALL, "prepare": ALL, "attend_and_write": ALL, "forward": ALL},
 }
 # what a package may have beside the shared vocabulary and the table
