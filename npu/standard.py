@@ -108,10 +108,10 @@ def forward(
 ) -> tuple[Float[Tensor, "t d"], Pages]:
     """The layer over a step's hidden states: fused projection, rotation at batch.positions, attention in the cache's dtype, projection.
 
-    Returns [t d] in x's dtype, and the cache. q and k turn in one launch. Raises ValueError for shapes that do not fit the configuration.
+    Returns [t d] in x's dtype, and the cache. q and k turn in one launch. Raises ValueError for shapes that do not fit the configuration,
+    and for weights that were prepared for another.
     """
-    if x.ndim != 2 or x.shape[1] != weights.wqkv.shape[0]:
-        raise ValueError(f"x must be [rows, {weights.wqkv.shape[0]}], got shape {list(x.shape)}")
+    _check_forward(x, weights, config)
     check_devices({"x": x, "weights.wqkv": weights.wqkv, "weights.wo": weights.wo, "cache.k": cache.k})
     h, hk, d = config.heads, config.kv_heads, config.head_size
     qkv = _projected(x, weights.wqkv, weights.bqkv).view(-1, h + 2 * hk, d)
@@ -139,6 +139,16 @@ def forward(
 
 def _projected(x, weight, bias):
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _check_forward(x, weights, config):
+    if x.ndim != 2 or x.shape[1] != config.hidden_size:
+        raise ValueError(f"x has shape {list(x.shape)}, config.hidden_size is {config.hidden_size}; layout is [rows, hidden size]")
+    fused = (config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_size)
+    if tuple(weights.wqkv.shape) != fused:
+        raise ValueError(f"weights.wqkv has shape {list(weights.wqkv.shape)}, but the configuration makes it {list(fused)}")
+    if (weights.frequencies is None) != (config.rotary is None):
+        raise ValueError(f"config.rotary={config.rotary!r}, but the weights were prepared for another: prepare them with this config")
 
 
 def _checked(q, k, v, cache, batch, sinks, slopes, *, mask, softcap, own):

@@ -99,8 +99,7 @@ def forward(
     Rounded to x's dtype after each projection, bias and turn, and to the cache's dtype around the attention. The cache is Bounded because
     its new rows are computed. Raises ValueError where the arguments do not fit together.
     """
-    if shape(x)[1:] != (config.hidden_size,):
-        raise ValueError(f"x has shape {list(shape(x))}, config.hidden_size is {config.hidden_size}; layout is [rows, hidden size]")
+    _check_forward(x, weights, config)
     pages, kind = pages_of(cache), dtype(x)
     check_cache(pages)
     check_batch(batch, tokens=shape(x)[0], block_size=pages.block_size, num_blocks=pages.k.shape[pages.layout.index("p")])
@@ -143,6 +142,16 @@ def _heads(projected, first, count, size):
     """Heads first to first + count of the fused projection: [t count size]."""
     columns = slice(first * size, (first + count) * size)
     return Bounded(*(part[:, columns].reshape(-1, count, size) for part in projected))
+
+
+def _check_forward(x, weights, config):
+    if shape(x)[1:] != (config.hidden_size,):
+        raise ValueError(f"x has shape {list(shape(x))}, config.hidden_size is {config.hidden_size}; layout is [rows, hidden size]")
+    fused = (config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_size)
+    if shape(weights.wqkv) != fused:
+        raise ValueError(f"weights.wqkv has shape {list(shape(weights.wqkv))}; the config asks for {list(fused)}")
+    if (weights.frequencies is None) != (config.rotary is None):
+        raise ValueError(f"config.rotary={config.rotary!r}, but the weights were prepared for another: prepare them with this config")
 
 
 def _check_weights(weights, config):

@@ -211,3 +211,7 @@ def test_prepare_fuses_and_fills():
     cache = paged.allocate(4, KV_HEADS, SIZE, SIZE, block_size=BLOCK, layout="pbhd", dtype="float64")
     with pytest.raises(ValueError, match="hidden_size"):
         standard.forward(np.ones((3, 5)), prepared, cache, batch_of((3,), (3,), [[2]], block_size=BLOCK), config=config())
+    x = np.ones((3, config().hidden_size))
+    for other, message in ((config(rotary=None), "prepared for another"), (config(kv_heads=1), "wqkv has shape")):
+        with pytest.raises(ValueError, match=message):
+            standard.forward(x, prepared, cache, batch_of((3,), (3,), [[2]], block_size=BLOCK), config=other)

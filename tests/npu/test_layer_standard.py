@@ -195,3 +195,20 @@ def test_the_layer_takes_another_attention():
     assert seen == [(torch.float16, False)]
     with pytest.raises(ValueError, match="weights.wk"):
         npu.standard.prepare(weights(config, bias=False)._replace(wk=torch.zeros(48, 32)), config=config)
+
+
+@pytest.mark.parametrize(
+    "changes, rows, message",
+    [
+        ({"rotary": None}, (2, 48), "config.rotary=None, but the weights were prepared for another"),
+        ({"heads": 2, "kv_heads": 2}, (2, 48), r"weights.wqkv has shape \[48, 256\], but the configuration makes it \[48, 192\]"),
+        ({}, (2, 47), r"x has shape \[2, 47\], config.hidden_size is 48"),
+    ],
+)
+def test_a_layer_of_another_configuration_is_refused_before_anything_is_written(changes, rows, message):
+    config = StandardConfig(hidden_size=48, heads=4, kv_heads=2, head_size=32, scale=0.2, mask=causal())
+    _, placed, cache, *_ = step([1, 1], [131, 7], d=32)
+    before, prepared = cache.k.clone(), npu.standard.prepare(weights(config, bias=False), config=config)
+    with pytest.raises(ValueError, match=message):
+        npu.standard.forward(torch.zeros(rows), prepared, cache, placed, config=replace(config, **changes))
+    assert torch.equal(cache.k.view(torch.int16), before.view(torch.int16))  # the cache holds NaN
