@@ -14,7 +14,7 @@ PRECISION = {
     "bfloat16": {"accumulator": 2.0**-24, "probabilities": 2.0**-8, "output": 2.0**-8, "bias": 2.0**-8},
 }
 
-_SUBMODULES = ("dense", "emulator", "graph", "limits", "masks", "merge", "paged", "probe", "quant", "rope", "standard", "support")
+_SUBMODULES = ("dense", "emulator", "graph", "limits", "masks", "merge", "nz", "paged", "probe", "quant", "rope", "standard", "support")
 
 
 def __getattr__(name):

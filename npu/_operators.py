@@ -57,15 +57,21 @@ def rotary(device: str):
     return _read(_operator("npu", "npu_rotary_mul", device), "npu_rotary_mul")
 
 
-def scatter(device: str):
-    """The cache write, as `attention`: a function of (k, v, k_cache, v_cache, slots) with caches [p b hk d].
+# What npu_scatter_pa_kv_cache calls the forms of a cache: ND [p b hk d], and NZ [p hk*d/tile b tile].
+CACHE_MODES = {"ND": "Norm", "NZ": "PA_NZ"}
 
-    npu_scatter_pa_kv_cache where its schema lets the caller say that the cache is not tiled (its default is PA_NZ), else ATB's operator.
+
+def scatter(device: str, form: str = "ND"):
+    """The cache write, as `attention`: a function of (k, v, k_cache, v_cache, slots) with caches in a form of CACHE_MODES.
+
+    npu_scatter_pa_kv_cache where its schema lets the caller say which form (its default is NZ), else, for ND, ATB's operator.
     """
-    if _has("npu", "npu_scatter_pa_kv_cache"):
+    if form == "NZ" or _has("npu", "npu_scatter_pa_kv_cache"):
         write = _operator("npu", "npu_scatter_pa_kv_cache", device)
         if _takes(write, "cache_mode"):
-            return functools.partial(_read(write, "npu_scatter_pa_kv_cache"), cache_mode="Norm")
+            return functools.partial(_read(write, "npu_scatter_pa_kv_cache"), cache_mode=CACHE_MODES[form])
+        if form == "NZ":
+            return _read(write, "npu_scatter_pa_kv_cache")
     return _read(_operator("atb", "_npu_reshape_and_cache", device), "_npu_reshape_and_cache")
 
 

@@ -23,7 +23,7 @@ TABLE = {
     "standard": {"Weights": ALL, "Prepared": ALL, "prepare": ALL, "attend_and_write": ALL, "forward": ALL},
 }
 # what a package may have beside the shared vocabulary and the table
-OWN_MODULES = {"R": {"bounded"}, "J": {"types"}, "N": {"evidence", "graph", "limits", "releases", "support"}}
+OWN_MODULES = {"R": {"bounded"}, "J": {"types"}, "N": {"evidence", "graph", "limits", "nz", "releases", "support"}}
 # keyword-only arguments that one package may add to any function
 OWN_ARGUMENTS = {"R": {"precision"}, "J": set(), "N": {"out", "workspace"}}
 # results of reference that are copies, so that they carry no bound
