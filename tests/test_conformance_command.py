@@ -32,7 +32,10 @@ def test_conform_prints_rows_and_a_headline_and_writes_json(tmp_path):
     [
         (("conform", "no_such_package"), "no_such_package"),
         (("conform", "json"), "ARRAYS"),
+        (("conform", "./mypackage"), "./mypackage"),
+        (("conform", "fattn.conformance.laws"), "ARRAYS"),
         (("conform", PLAIN, "--op", "dense.atend"), "dense.atend"),
+        (("replay", __file__), "not a saved"),
         (("conform", PLAIN, "--device", "tpu"), "tpu"),
         (("conform", PLAIN, "--examples", "0"), "examples"),
         (("replay", "no-such-file.npz"), "no-such-file"),
@@ -54,11 +57,18 @@ def test_a_package_of_ones_own_fails_and_its_failure_is_replayed(tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     done = run("conform", "mine", "--op", "merge.merge", "--op", "rope.half", "--examples", "5")
     assert done.exit_code == 1
-    assert "failed" in done.output and "absent" in done.output
+    assert "failed" in done.output and "no function: rope.half" in done.output and ", absent 1" in done.output
     files = sorted((tmp_path / "failures").iterdir())
     assert files
     again = run("replay", *map(str, files))
     assert again.exit_code == 1 and "merge.merge" in again.output
+
+
+def test_a_package_without_any_of_the_functions_is_bad_usage(tmp_path, monkeypatch):
+    (tmp_path / "misnamed.py").write_text('ARRAYS = "numpy"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run("conform", "misnamed")
+    assert done.exit_code == 2 and "none of the functions" in done.output
 
 
 def test_python_m_fattn_runs_from_a_shell():

@@ -71,6 +71,38 @@ def test_an_operation_that_a_package_lacks_is_absent():
     assert row.status == "absent" and not row.core
 
 
+def test_a_check_that_needs_another_function_says_so_and_accuses_nobody():
+    target = replace(PLAIN, name="dense alone", get=lambda name: PLAIN.get(name) if name == "dense.attend" else None)
+    rows = kit.check("dense.attend", target, examples=12, failures=None)
+    (split,) = [row for row in rows if row.check == "split keys"]
+    assert (split.status, split.reason) == ("absent", "dense alone has no merge.merge")
+    assert all(row.status == "passed" for row in rows if row is not split)
+    target = replace(PLAIN, name="forward alone", get=lambda name: PLAIN.get(name) if name == "standard.forward" else None)
+    (row,) = kit.check("standard.forward", target, examples=12, failures=None)
+    assert (row.status, row.reason) == ("absent", "forward alone has no standard.Weights")
+    assert results.headline([split, row]) == "core 0/0, optional 0/0, absent 2"
+
+
+def test_names_that_nothing_has_are_refused():
+    with pytest.raises(ValueError, match="'dense.atend' is no operation"):
+        kit.check("dense.atend", PLAIN)
+    with pytest.raises(ValueError, match="'dense.atend' is no operation"):
+        conformance.tests(PLAIN, operations=["dense.atend"])
+    with pytest.raises(ValueError, match="'dense.atend' is no function"):
+        Target.of_functions("mine", {"dense.atend": plain.dense.attend})
+    with pytest.raises(ValueError, match="'np' is not"):
+        Target.of_functions("mine", {}, arrays="np")
+
+
+def test_a_module_is_all_of_its_functions_and_a_function_that_is_named_must_be_there():
+    lacking = replace(PLAIN, name="partial", get=lambda name: None)
+    of_module = conformance.tests(lacking, operations=["merge"])
+    assert list(of_module) == ["test_merge_empty", "test_merge_merge", "test_merge_finish"]
+    of_module["test_merge_merge"]()
+    with pytest.raises(AssertionError, match="partial has no merge.merge"):
+        conformance.tests(lacking, operations=["merge.merge"])["test_merge_merge"]()
+
+
 def refuses_softcap(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=None):
     if softcap is not None:
         raise Unsupported("softcap", softcap, "no cap here", "softcap=None")

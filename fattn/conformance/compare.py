@@ -59,7 +59,7 @@ def _close(got, value, bound, name) -> float:
     ratio = ratios(got, value, bound)
     if ratio.size and ratio.max() > 1:
         at = np.unravel_index(int(ratio.argmax()), ratio.shape)
-        off = f"|difference| {abs(got[at] - value[at]):.3g} is {ratio[at]:.3g} of the bound {bound[at]:.3g}"
+        off = f"|difference| {abs(got[at] - value[at]):.3g} is {ratio[at]:.3g} times the bound {bound[at]:.3g}"
         count = f"{int((ratio > 1).sum())} of {got.size} beyond"
         raise Mismatch(f"{name}{_index(at)} is {got[at]:.9g}, expected {value[at]:.9g}: {off} ({count})")
     return float(ratio.max(initial=0))

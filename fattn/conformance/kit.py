@@ -15,7 +15,7 @@ from fattn.conformance.operations import OPERATIONS
 from fattn.conformance.refusals import Feature, Features, taken
 from fattn.conformance.required import required
 from fattn.conformance.results import Result
-from fattn.conformance.targets import Target, target_of
+from fattn.conformance.targets import Absent, Target, target_of
 from fattn.conformance.trial import Trial, decisive, precision_of
 from fattn.types import Unsupported
 
@@ -29,6 +29,7 @@ class _Tally:
     decisive: int = 0
     seconds: float = 0.0
     failure: str = ""
+    absent: str = ""
 
 
 def _value(trial: Trial) -> None:
@@ -54,7 +55,9 @@ def check(
 
     Draws until `examples` are decisive (at most twice as many). `checks` limits what is tried; `first_failure` stops at the first one that
     fails. What fails is made small and saved in the folder `failures` (None: neither). `progress` is called after every decisive example.
+    Raises ValueError for an unknown operation, and what target_of raises.
     """
+    _known(operation)
     target = target_of(target) if isinstance(target, str) else target
     if target.function(operation) is None:
         return [Result(operation, "value", "absent", 0, 0, 0.0, f"{target.name} has no {operation}", core=False)]
@@ -86,25 +89,37 @@ def check(
             features[key].decisive += power.decisive
         if power.decisive:
             progress()
+        if "value" in tallies and tallies["value"].absent:
+            break
     found = list(_checks(operation, tallies, unpredicted))
+    if "value" in tallies and tallies["value"].absent:
+        return found[:1]
     return found if checks is not None else [*found, *_features(operation, features, target, found)]
 
 
 def tests(
     target: Target | str, *, operations: Collection[str] | None = None, examples: int = EXAMPLES, seed: int = 0
 ) -> dict[str, Callable]:
-    """Test functions for `globals().update(...)` in a test file: one per operation, which fails with the rows that failed."""
+    """Test functions for `globals().update(...)` in a test file: one per operation, which fails with the rows that failed.
+
+    `operations` are functions or whole modules; a function that is named must be there. Raises ValueError for an unknown one.
+    """
+    named = operations or ()
+    for name in named:
+        _known(name, *(known.split(".")[0] for known in OPERATIONS))
 
     def test_of(name):
         def test():
-            failed = [row for row in check(name, target, examples=examples, seed=seed) if row.status == "failed"]
+            rows = check(name, target, examples=examples, seed=seed)
+            failed = [row for row in rows if row.status == "failed" or (row.status == "absent" and row.check == "value" and name in named)]
             assert not failed, "\n".join(f"{row.operation} {row.check}: {row.reason}" for row in failed)
 
         test.__name__ = f"test_{name.replace('.', '_')}"
         test.__doc__ = f"{name} conforms."
         return test
 
-    return {(made := test_of(name)).__name__: made for name in (operations or OPERATIONS)}
+    chosen = [name for name in OPERATIONS if operations is None or name in named or name.split(".")[0] in named]
+    return {(made := test_of(name)).__name__: made for name in chosen}
 
 
 def fails(check_name: str, case: Case, target: Target) -> str:
@@ -116,17 +131,24 @@ def fails(check_name: str, case: Case, target: Target) -> str:
         return ""  # no such case: an option was made smaller than others allow
     try:
         law.check(trial)
-    except Unsupported:
+    except (Unsupported, Absent):
         return ""
     except Exception as error:  # a foreign implementation may fail in any way, and each is a result
         return _text(error)
     return ""
 
 
+def _known(name, *others):
+    if name not in OPERATIONS and name not in others:
+        raise ValueError(f"{name!r} is no operation; one of {', '.join(OPERATIONS)} would work")
+
+
 def _try(law, trial, tally, is_decisive, failures) -> bool:
     start = time.monotonic()
     try:
         said = law.check(trial)
+    except Absent as error:  # another function than the one under test
+        tally.absent, said = str(error), False
     except Exception as error:  # a foreign implementation may fail in any way, and each is a result
         tally.failure = _failure(law, trial, error, failures)
         said = False
@@ -161,6 +183,8 @@ def _checks(operation, tallies, unpredicted) -> Iterator[Result]:
         if tally.failure or tally.examples:
             status = "failed" if tally.failure else "passed"
             yield Result(operation, name, status, tally.examples, tally.decisive, round(tally.seconds, 3), tally.failure)
+        elif tally.absent:
+            yield Result(operation, name, "absent", 0, 0, 0.0, tally.absent, core=False)
     if unpredicted:
         yield Result(operation, "refusals", "failed", 0, 0, 0.0, unpredicted)
 

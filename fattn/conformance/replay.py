@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ def save(folder: str, target: str, check: str, case: Case) -> str:
 
 def load(path: str) -> Saved:
     """Reads what save wrote. Raises ValueError where the file is none of ours, or the case now makes other arrays than it did then."""
+    if Path(path).exists() and not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a saved failure: a file failures/OPERATION-CHECK-....npz would work")
     with np.load(path, allow_pickle=False) as file:
         if "about" not in file:
             raise ValueError(f"{path} is not a saved failure: it has {sorted(file)}")

@@ -37,14 +37,18 @@ def with_progress(console: Console, names: list[str], examples: int, work: Work,
 
 
 def show(console: Console, title: str, results: list[Result]):
-    """Prints the rows and the headline. Features that passed are one row an operation; refused and failed ones have their own."""
+    """Prints the rows and the headline. Features that passed are one row an operation; refused and failed ones have their own.
+
+    Operations that the target lacks are named in one line.
+    """
     table = Table(title=title, title_justify="left", header_style="bold", expand=False)
     for name in ("operation", "check", "status"):
         table.add_column(name, no_wrap=True)
     for name in ("examples", "decisive", "seconds"):
         table.add_column(name, justify="right")
     table.add_column("why", overflow="fold")
-    for operation in dict.fromkeys(result.operation for result in results):
+    absent = [result.operation for result in results if result.reason.endswith(f" has no {result.operation}")]
+    for operation in dict.fromkeys(result.operation for result in results if result.operation not in absent):
         own = [result for result in results if result.operation == operation]
         features = [result for result in own if "=" in result.check and result.status == "passed" and not result.reason]
         for result in own:
@@ -54,6 +58,8 @@ def show(console: Console, title: str, results: list[Result]):
             _features(table, operation, features)
         table.add_section()
     console.print(table)
+    if absent:
+        console.print(f"no function: {', '.join(absent)}", style="dim", highlight=False)
     console.print(headline(results), style="bold")
 
 

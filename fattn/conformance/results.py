@@ -10,9 +10,9 @@ class Result:
     """One check of one operation.
 
     `check` is "value", the name of a law, or "option=value" of a feature. `status` is "passed", "refused", "failed", "absent" (the target
-    lacks the operation) or "unreached" (no example of the feature passed). `decisive` counts the examples that a wrong decision would have
-    changed by at least eight bounds. `reason` says why it was refused, or the smallest input that failed and the file to replay. `core`:
-    refusing it would be a failure.
+    lacks the operation, or another that the check needs) or "unreached" (no example of the feature passed). `decisive` counts the examples
+    that a wrong decision would have changed by at least eight bounds. `reason` says why it was refused, or the smallest input that failed
+    and the file to replay. `core`: refusing it would be a failure.
     """
 
     operation: str
@@ -26,10 +26,11 @@ class Result:
 
 
 def headline(results: list[Result]) -> str:
-    """How many core and optional checks passed, of how many."""
-    core, optional = ([result for result in results if result.core == kind] for kind in (True, False))
+    """How many core and optional checks passed, of how many, and how many need a function that is not there."""
+    core, optional = ([result for result in results if result.core == kind and result.status != "absent"] for kind in (True, False))
     passed = lambda part: sum(result.status == "passed" for result in part)
-    return f"core {passed(core)}/{len(core)}, optional {passed(optional)}/{len(optional)}"
+    absent = sum(result.status == "absent" for result in results)
+    return f"core {passed(core)}/{len(core)}, optional {passed(optional)}/{len(optional)}" + (f", absent {absent}" if absent else "")
 
 
 def as_json(target: str, provider: str, seed: int, results: list[Result]) -> dict:

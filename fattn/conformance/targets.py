@@ -13,9 +13,14 @@ import numpy as np
 
 from fattn.conformance import plain
 from fattn.conformance.calls import Call, rebuild
+from fattn.conformance.operations import OPERATIONS
 from fattn.conformance.operations.base import Operation
 from fattn.types import Batch, Mask, Pages, Unsupported
 from reference.bounded import ROUNDOFF, Precision
+
+
+class Absent(LookupError):
+    """A target lacks a function that a check needs."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,14 @@ class Target:
         base: ModuleType = plain,
         precision: Callable[[str], Precision] | None = None,
     ) -> Target:
-        """Some functions by name, everything else from a package (by default the plain NumPy one). `precision` as declared of them."""
+        """Some functions by name, everything else from a package (by default the plain NumPy one). `precision` as declared of them.
+
+        Raises ValueError for a name that the package does not have.
+        """
         found = partial(_of_package, base)
+        for wanted in functions:
+            if wanted.count(".") != 1 or found(wanted) is None:
+                raise ValueError(f"{wanted!r} is no function of {base.__name__}; a name such as 'dense.attend' would work")
         return cls(name, name, lambda wanted: functions.get(wanted) or found(wanted), library(arrays), precision or conventional)
 
     def function(self, name: str):
@@ -73,11 +84,18 @@ class Target:
             self._compiled[name] = found if found is None or isinstance(found, type) else self.arrays.compiled(found)
         return self._compiled[name]
 
+    def needed(self, name: str):
+        """The function of that name. Raises Absent where there is none."""
+        found = self.function(name)
+        if found is None:
+            raise Absent(f"{self.name} has no {name}")
+        return found
+
     def run(self, operation: Operation, call: Call, *, strided: bool = False):
-        """The result of a call, as NumPy arrays in the types of the target."""
+        """The result of a call, as NumPy arrays in the types of the target. Raises Absent where it lacks a function that this takes."""
         given = self.convert(operation, call, strided=strided)
         with np.errstate(all="ignore"):  # NumPy would warn of the NaNs that unread places hold
-            return operation.settled(call, self.to_numpy(operation.invoke(self.function, given)))
+            return operation.settled(call, self.to_numpy(operation.invoke(self.needed, given)))
 
     def convert(self, operation: Operation, call: Call, *, strided: bool = False) -> Call:
         """The call in the target's own arrays, dtypes, types and placed batches."""
@@ -99,7 +117,7 @@ class Target:
         made = rebuild(value, change)
         if type(value).__module__.startswith("fattn.conformance.plain."):  # Weights and Prepared are each implementation's own
             module, name = type(value).__module__.rsplit(".", 1)[-1], type(value).__name__
-            return self.get(f"{module}.{name}")(*made)
+            return self.needed(f"{module}.{name}")(*made)
         return made
 
 
@@ -108,8 +126,10 @@ def target_of(name: str, *, device: str = "cpu", assume: str | None = None) -> T
 
     `assume` is a file of `python -m npu probe`, which npu's emulator then follows.
     Optional: PRECISION, a mapping from dtype to the fields of reference's Precision, and `refusal(call)`, which predicts Unsupported.
-    Raises ModuleNotFoundError for an unknown package, ValueError where it does not declare ARRAYS.
+    Raises ModuleNotFoundError for an unknown package, ValueError where it does not declare ARRAYS or has none of the functions.
     """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is no package's name: as it is imported, such as mypackage or mypackage.kernels, would work")
     package = importlib.import_module(name)
     kind = getattr(package, "ARRAYS", None)
     if kind not in ("jax", "torch", "numpy"):
@@ -121,6 +141,9 @@ def target_of(name: str, *, device: str = "cpu", assume: str | None = None) -> T
         return make(package, get, device, assume)
     if assume is not None:
         raise ValueError(f"the answers in {assume} are for npu's emulator, and package {name!r} has none")
+    if all(get(operation) is None for operation in OPERATIONS):
+        modules = ", ".join(dict.fromkeys(operation.split(".")[0] for operation in OPERATIONS))
+        raise ValueError(f"package {name!r} has none of the functions in its modules {modules}")
     declared = getattr(package, "PRECISION", None)
     precision = conventional if declared is None else lambda dtype: Precision(**declared.get(dtype, {}))
     return Target(name, f"{name} ({kind})", get, library(kind), precision, refusal=getattr(package, "refusal", None))
@@ -132,10 +155,15 @@ def conventional(dtype: str) -> Precision:
 
 
 def library(kind: str) -> Arrays:
-    """The array library of that name."""
-    if kind == "numpy":
-        return Arrays(lambda a: a.copy(), lambda a: np.array(a), dtype=np.dtype, strided=_strided)
-    return (_jax if kind == "jax" else _torch)()
+    """The array library of that name. Raises ValueError for another."""
+    match kind:
+        case "numpy":
+            return Arrays(lambda a: a.copy(), lambda a: np.array(a), dtype=np.dtype, strided=_strided)
+        case "jax":
+            return _jax()
+        case "torch":
+            return _torch()
+    raise ValueError(f"arrays={kind!r} is not 'jax', 'torch' or 'numpy'")
 
 
 def _of_package(package, name: str):
