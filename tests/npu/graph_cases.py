@@ -10,8 +10,8 @@ import npu
 from fattn.plan import batch as plan
 from fattn.types import Batch, Pages
 
-BLOCK, BLOCKS, PAGES = 128, 24, 3  # blocks 0 and 1 are null blocks
-KV_HEADS, HEADS = 2, 4
+BLOCK, BLOCKS, PAGES = 128, 16, 3  # blocks 0 and 1 are null blocks
+KV_HEADS, HEADS = 1, 2
 
 
 class Engine:
