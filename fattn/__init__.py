@@ -6,6 +6,7 @@ Submodules load on first use (`fattn.dense.attend(...)`), so `import fattn` itse
 import importlib
 
 ARRAYS = "jax"  # what the functions take and return; the conformance kit reads it
+FLOAT64 = True  # dense, merge and rope take float64, within jax.enable_x64
 
 _SUBMODULES = ("conformance", "dense", "masks", "merge", "paged", "plan", "quant", "rope", "standard", "types")
 

@@ -16,7 +16,7 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
     static: dict[str, Any]
 
-    def change(self, **changed) -> Call:
+    def change(self, changed: Mapping[str, Any]) -> Call:
         """The call with some arguments replaced, positional or static, by name."""
         unknown = set(changed) - set(self.arguments) - set(self.static)
         if unknown:

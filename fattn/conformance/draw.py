@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from functools import lru_cache
 from threading import Lock
 
@@ -10,12 +11,19 @@ from fattn.conformance import covering
 from fattn.conformance.cases import Case
 from fattn.conformance.operations import OPERATIONS
 from fattn.conformance.operations.base import Operation
+from fattn.conformance.targets import Target
 
 
 def rows(operation: Operation) -> list[Case]:
     """One case for every row of the operation's covering array: options alone."""
     names = list(operation.options)
     return [Case(operation.name, tuple(zip(names, row, strict=True))) for row in covering.committed(operation.name)]
+
+
+def also(name: str, seed: int, target: Target) -> list[Case]:
+    """The operation's cases beyond its covering array, those in float64 where the target declares it."""
+    found = [replace(case, seed=seed) for case in OPERATIONS[name].also]
+    return [case for case in found if target.float64 or ("dtype", "float64") not in case.options]
 
 
 _ONE_AT_A_TIME = Lock()  # Hypothesis keeps its own state

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from fattn.conformance import draw, laws, replay
+from fattn.conformance.calls import leaves
 from fattn.conformance.cases import Case
 from fattn.conformance.compare import Mismatch
 from fattn.conformance.laws.base import Law
@@ -20,13 +22,14 @@ from fattn.conformance.trial import Trial, decisive, precision_of
 from fattn.types import Unsupported
 
 EXAMPLES = 100
-NARROW_ROWS, NARROW_TURNS = 2, 2  # of the covering array: where a law that changes shapes is tried if every shape is a compilation
+NARROW_ROWS = 2  # of the covering array: where a law that changes shapes is tried, once each, if every shape is a compilation
 
 
 @dataclass
 class _Tally:
     examples: int = 0
     decisive: int = 0
+    decisive_output: int = 0
     seconds: float = 0.0
     failure: str = ""
     absent: str = ""
@@ -65,7 +68,8 @@ def check(
     tallies = {law.name: _Tally() for law in tried}
     features: Features = {(name, value): Feature() for name, values in OPERATIONS[operation].options.items() for value in values}
     rows, enough, unpredicted = len(draw.rows(OPERATIONS[operation])), 0, ""
-    for index, case in enumerate(draw.cases(operation, 2 * examples, seed)):
+    own, drawn = draw.also(operation, seed, target), draw.cases(operation, 2 * examples, seed)
+    for index, case in enumerate((*own, *drawn), start=-len(own)):
         if enough >= examples and index >= rows:
             break
         try:
@@ -80,8 +84,8 @@ def check(
         enough += power.decisive
         passed = True
         for law in tried:
-            if not tallies[law.name].failure and _chosen(law, index, rows, target):
-                passed &= _try(law, trial, tallies[law.name], power.decisive, failures)
+            if not tallies[law.name].failure and _chosen(law, index, rows, trial):
+                passed &= _try(law, trial, tallies[law.name], power, failures)
                 if first_failure and not passed:
                     return list(_checks(operation, tallies, ""))
         for key in features.keys() & set(trial.case.options) if passed else ():
@@ -143,7 +147,7 @@ def _known(name, *others):
         raise ValueError(f"{name!r} is no operation; one of {', '.join(OPERATIONS)} would work")
 
 
-def _try(law, trial, tally, is_decisive, failures) -> bool:
+def _try(law, trial, tally, power, failures) -> bool:
     start = time.monotonic()
     try:
         said = law.check(trial)
@@ -155,7 +159,8 @@ def _try(law, trial, tally, is_decisive, failures) -> bool:
     tally.seconds += time.monotonic() - start
     if said is not False:
         tally.examples += 1
-        tally.decisive += is_decisive
+        tally.decisive += power.decisive
+        tally.decisive_output += power.decisive and not power.output
     return not tally.failure
 
 
@@ -172,17 +177,22 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
 
 
-def _chosen(law, index, rows, target) -> bool:
-    if law.narrow and target.arrays.compiles:
-        return index % rows < NARROW_ROWS and index < NARROW_TURNS * rows
-    return index % law.every == 0
+def _chosen(law, index, rows, trial) -> bool:
+    if index < 0:
+        return law is VALUE
+    if law.narrow and trial.target.arrays.compiles:
+        return index < rows and (index + zlib.crc32(law.name.encode())) % rows < NARROW_ROWS
+    # a call without arrays is compiled for every size
+    sized = trial.target.arrays.compiles and not any(True for _ in leaves(trial.call.arguments))
+    return index % law.every == 0 and (law is VALUE or not sized or index < rows)
 
 
 def _checks(operation, tallies, unpredicted) -> Iterator[Result]:
     for name, tally in tallies.items():
         if tally.failure or tally.examples:
-            status = "failed" if tally.failure else "passed"
-            yield Result(operation, name, status, tally.examples, tally.decisive, round(tally.seconds, 3), tally.failure)
+            status, seconds, output = "failed" if tally.failure else "passed", round(tally.seconds, 3), tally.decisive_output
+            reason = tally.failure or (f"{output} decisive for the output alone" if output < tally.decisive and name == "value" else "")
+            yield Result(operation, name, status, tally.examples, tally.decisive, seconds, reason, decisive_output=output)
         elif tally.absent:
             yield Result(operation, name, "absent", 0, 0, 0.0, tally.absent, core=False)
     if unpredicted:

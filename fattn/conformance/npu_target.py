@@ -40,6 +40,7 @@ def make(package: ModuleType, get: Callable, device: str, assume: str | None = N
         refusal=refusal,
         excluded=excluded,
         finite_hidden=True,
+        batch_invariant=getattr(package, "BATCH_INVARIANT", False),
         notes=tuple(_notes(report, assume)),
     )
 

@@ -36,13 +36,13 @@ def taken(target: Target, case: Case, features: Features) -> Trial | None:
     for other in alternatives(target.name, case):
         trial = Trial(other, target)
         if refusal(trial) is None:
-            for feature in set(case.options) - set(other.options):
+            for feature in (set(case.options) - set(other.options)) & features.keys():
                 alone = refusal(Trial(other.option(*feature), target))
                 features[feature].refused = features[feature].refused or alone or why
             return trial
     core = required(target.name, case.operation)
     for name, value in case.options:
-        if value in core[name]:
+        if value in core.get(name, ()):
             features[name, value].refused = features[name, value].refused or why
     return None
 

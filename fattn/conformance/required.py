@@ -99,7 +99,7 @@ def required(package: str, operation: str) -> Features:
 def alternatives(package: str, case: Case) -> Iterator[Case]:
     """The case with optional features replaced by required ones (or, where an option has none, by its other values): the fewest first."""
     core, options = required(package, case.operation), OPERATIONS[case.operation].options
-    optional = [name for name, value in case.options if value not in core[name]]
+    optional = [name for name, value in case.options if name in core and value not in core[name]]
     for count in range(1, len(optional) + 1):
         for names in combinations(optional, count):
             found = [case]

@@ -11,8 +11,9 @@ class Result:
 
     `check` is "value", the name of a law, or "option=value" of a feature. `status` is "passed", "refused", "failed", "absent" (the target
     lacks the operation, or another that the check needs) or "unreached" (no example of the feature passed). `decisive` counts the examples
-    that a wrong decision would have changed by at least eight bounds. `reason` says why it was refused, or the smallest input that failed
-    and the file to replay. `core`: refusing it would be a failure.
+    that a wrong decision would have changed by at least eight bounds, `decisive_output` those where the output alone shows it, without the
+    log-sum-exp. `reason` says why it was refused, or the smallest input that failed and the file to replay. `core`: refusing it would be a
+    failure.
     """
 
     operation: str
@@ -23,6 +24,7 @@ class Result:
     seconds: float
     reason: str = ""
     core: bool = True
+    decisive_output: int = 0
 
 
 def headline(results: list[Result]) -> str:

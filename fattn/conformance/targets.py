@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fattn.conformance import plain
-from fattn.conformance.calls import Call, rebuild
+from fattn.conformance.calls import Call, leaves, rebuild
 from fattn.conformance.operations import OPERATIONS
 from fattn.conformance.operations.base import Operation
 from fattn.types import Batch, Mask, Pages, Unsupported
@@ -33,6 +34,7 @@ class Arrays:
     compiled: Callable[[Callable], Callable] = lambda function: function
     compiles: bool = False  # once for every new shape
     strided: Callable[[np.ndarray], Any] | None = None  # the same values with other strides; None where arrays have none
+    float64: Callable[[], AbstractContextManager] = nullcontext  # within it float64 stays what it is
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Target:
 
     `precision(dtype)` is what it declares of its arithmetic; `refusal(call)` predicts what it raises Unsupported for (None: it does
     not say), `excluded(call)` names what its documentation leaves undefined, which is not run.
-    `place` puts a planned batch on its device. `finite_hidden`: keys that no query's mask shows must hold finite numbers. `notes` say
+    `place` puts a planned batch on its device. `finite_hidden`: keys that no query's mask shows must hold finite numbers.
+    `float64` and `batch_invariant`: it declares that it takes float64, and that a sequence has the same bits in every batch. `notes` say
     on what its results rest.
     """
 
@@ -54,6 +57,8 @@ class Target:
     refusal: Callable[[Call], Unsupported | None] | None = None
     excluded: Callable[[Call], str | None] | None = None
     finite_hidden: bool = False
+    float64: bool = False
+    batch_invariant: bool = False
     notes: tuple[str, ...] = ()
     _compiled: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -93,8 +98,9 @@ class Target:
 
     def run(self, operation: Operation, call: Call, *, strided: bool = False):
         """The result of a call, as NumPy arrays in the types of the target. Raises Absent where it lacks a function that this takes."""
-        given = self.convert(operation, call, strided=strided)
-        with np.errstate(all="ignore"):  # NumPy would warn of the NaNs that unread places hold
+        wide = any(array.dtype == np.float64 for _, array in leaves(call.arguments))
+        with self.arrays.float64() if wide else nullcontext(), np.errstate(all="ignore"):  # unread places hold NaNs that NumPy warns of
+            given = self.convert(operation, call, strided=strided)
             return operation.settled(call, self.to_numpy(operation.invoke(self.needed, given)))
 
     def convert(self, operation: Operation, call: Call, *, strided: bool = False) -> Call:
@@ -125,7 +131,9 @@ def target_of(name: str, *, device: str = "cpu", assume: str | None = None) -> T
     """The target that a package of the public names is. It says which arrays it takes: ARRAYS = "jax", "torch" or "numpy".
 
     `assume` is a file of `python -m npu probe`, which npu's emulator then follows.
-    Optional: PRECISION, a mapping from dtype to the fields of reference's Precision, and `refusal(call)`, which predicts Unsupported.
+    Optional: PRECISION, a mapping from dtype to the fields of reference's Precision; `refusal(call)`, which predicts Unsupported;
+    FLOAT64 = True, which says that it takes float64; and BATCH_INVARIANT = True, which says that paged.attend gives a sequence the same
+    bits in every batch.
     Raises ModuleNotFoundError for an unknown package, ValueError where it does not declare ARRAYS or has none of the functions.
     """
     if not all(part.isidentifier() for part in name.split(".")):
@@ -146,11 +154,22 @@ def target_of(name: str, *, device: str = "cpu", assume: str | None = None) -> T
         raise ValueError(f"package {name!r} has none of the functions in its modules {modules}")
     declared = getattr(package, "PRECISION", None)
     precision = conventional if declared is None else lambda dtype: Precision(**declared.get(dtype, {}))
-    return Target(name, f"{name} ({kind})", get, library(kind), precision, refusal=getattr(package, "refusal", None))
+    return Target(
+        name,
+        f"{name} ({kind})",
+        get,
+        library(kind),
+        precision,
+        refusal=getattr(package, "refusal", None),
+        float64=getattr(package, "FLOAT64", False),
+        batch_invariant=getattr(package, "BATCH_INVARIANT", False),
+    )
 
 
 def conventional(dtype: str) -> Precision:
-    """The convention where nothing is declared: float32 sums, P cast to the dtype of V."""
+    """The convention where nothing is declared: float32 sums (float64 for float64), P cast to the dtype of V."""
+    if dtype == "float64":
+        return Precision(accumulator=ROUNDOFF[dtype])
     return Precision(probabilities=0.0 if dtype in ("float32", "float64") else ROUNDOFF[dtype])
 
 
@@ -196,7 +215,8 @@ def _jax() -> Arrays:
         return call
 
     # device_put compiles nothing, unlike jnp.asarray; of a copy, because it may alias
-    return Arrays(lambda array: jax.device_put(np.array(array)), np.asarray, dtype=jnp.dtype, compiled=compiled, compiles=True)
+    put = lambda array: jax.device_put(np.array(array))
+    return Arrays(put, np.asarray, jnp.dtype, compiled, compiles=True, float64=partial(jax.enable_x64, True))
 
 
 def _torch() -> Arrays:

@@ -66,8 +66,9 @@ class Trial:
         kinds = {"accumulator": "float32", "input": "float32"}
         if "dtype" in dict(self.case.options):
             name = str(self.case["dtype"])
+            single = "float64" if name == "float64" else "float32"
             # an implementation that says it casts its output returns the input's dtype
-            kinds = {"accumulator": name if self.precision.output else "float32", "input": name}
+            kinds = {"accumulator": name if self.precision.output else single, "input": name, "float32": single}
         return {path: kinds.get(kind, kind) for path, kind in self.operation.results(self.case).items()}
 
 

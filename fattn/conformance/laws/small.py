@@ -44,14 +44,14 @@ def pairwise(trial: Trial) -> bool | None:
     t, s = trial.expected.value.shape
     rng = trial.rng()
     some, others = (rng.permutation(n)[: max(n // 2, 1)] for n in (t, s))
-    got = trial.run(trial.call.change(queries=take_side(queries, some), keys=take_side(keys, others)))
+    got = trial.run(trial.call.change({"queries": take_side(queries, some), "keys": take_side(keys, others)}))
     compare.identical(got, trial.expected.value[np.ix_(some, others)], label="visible of some")
 
 
 def commutative(trial: Trial) -> bool | None:
     """merge(a, b) = merge(b, a)."""
     a, b = trial.call.arguments.values()
-    trial.agrees(trial.run(trial.call.change(a=b, b=a)), label="merge(b, a)")
+    trial.agrees(trial.run(trial.call.change({"a": b, "b": a})), label="merge(b, a)")
 
 
 def associative(trial: Trial) -> bool | None:
@@ -93,7 +93,7 @@ def orthogonal(trial: Trial) -> bool | None:
 
 def inverse(trial: Trial) -> bool | None:
     """Turned by an angle and back, x is itself: what the oracle makes of the turned x, within its bound."""
-    back = trial.call.change(x=trial.run(trial.call), sin=-trial.call.arguments["sin"])
+    back = trial.call.change({"x": trial.run(trial.call), "sin": -trial.call.arguments["sin"]})
     trial.agrees(trial.run(back), trial.oracle(back), label="x turned and turned back")
 
 

@@ -29,7 +29,8 @@ class Operation:
     else. `lengths` gives, for a row of options, the (query length, key length) choices of each sequence. `flips` names each decision that
     a call depends on, with the call in which it is taken the other way. `plant` gives edits that make a decision visible.
     `results` says which dtype each array of the result has: "float32", "accumulator" (the Partial's out) or "input". `settled` blanks what
-    a result may hold anything in. `places` is the mask under which an engine would place the call's batch.
+    a result may hold anything in. `places` is the mask under which an engine would place the call's batch. `also` are cases that are too
+    large or too special for an option: their values alone are compared.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Operation:
     invoke: Callable[[Callable[[str], Callable], Call], Any] = directly
     places: Callable[[Call], Mask | None] = lambda call: None
     settled: Callable[[Call, Any], Any] = lambda call, result: result
+    also: tuple[Case, ...] = ()
 
 
 def near(size: int) -> tuple[int, ...]:
@@ -85,7 +87,7 @@ def rolled(call: Call, name: str, axis: int = 0) -> Flips:
     """One argument with its rows (or another axis) moved round by one, where that can matter."""
     array = call.arguments.get(name)
     if array is not None and array.ndim > axis and array.shape[axis] > 1:
-        yield f"{name} rolled along axis {axis}", call.change(**{name: np.roll(array, 1, axis)})
+        yield f"{name} rolled along axis {axis}", call.change({name: np.roll(array, 1, axis)})
 
 
 def tree_labels(rng: np.random.Generator, nodes: int):

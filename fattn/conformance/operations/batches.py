@@ -16,22 +16,25 @@ from fattn.types import Batch, Mask, Pages
 
 
 class Kind(NamedTuple):
-    """A class of batches: choices of (query length, key length) for each sequence, and the padded tokens and sequences."""
+    """A class of batches: choices of (query length, key length) for each sequence, the padded tokens and sequences, and the longest tile
+    of queries and table of keys."""
 
     sequences: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     tokens: int
     padded_sequences: int
+    max_query_len: int = 32
+    longest: int = 130
 
 
 _ENDS = (129, 128, 127, 65, 64, 63, 17, 2, 1)
 KINDS = {
-    "decode": Kind((((1,), _ENDS), ((1,), (130, *_ENDS)), ((1, 0), (*_ENDS, 0))), 5, 6),
-    "prefill": Kind((((33, 16, 17, 2), (0,)), ((31, 32, 15, 1), (0,))), 66, 3),
+    "decode": Kind((((1,), _ENDS), ((1,), (130, *_ENDS)), ((1, 0), (*_ENDS, 0))), 5, 6, max_query_len=1),
+    "prefill": Kind((((33, 16, 17, 2), (0,)), ((31, 32, 15, 1), (0,))), 66, 3, max_query_len=64),
     "chunked": Kind((((17, 16, 3), _ENDS), ((9, 1), (130, *_ENDS)), ((6, 5), (6, 5, 4))), 34, 4),
     "drafts": Kind((((2, 5, 16), _ENDS), ((4, 2, 3), _ENDS)), 22, 3),
     "mixed": Kind((((1,), _ENDS), ((20, 4), (0,)), ((0,), (5, 0)), ((7, 3), (4, 2, 0))), 32, 6),
+    "long": Kind((((1,), (2048, 2047)), ((1,), (65, 64))), 3, 3, max_query_len=1, longest=2048),
 }
-LONGEST = 130
 
 
 class Built(NamedTuple):
@@ -60,7 +63,7 @@ def build(case: Case, mask: Mask, *, scale: float, softcap: float | None, slopes
     rng, kind, block_size = case.rng(), KINDS[case["batch"]], case["block_size"]
     (h, hk), (d, dv) = numbers(case["heads"]), numbers(case["sizes"])
     lens = sequences_of(case)
-    pages = -(-LONGEST // block_size)
+    pages = -(-kind.longest // block_size)
     nulls = -(-kind.tokens // block_size)
     num_blocks = pages * len(lens) + 2 + nulls
     ids = rng.permutation(num_blocks - nulls)
@@ -80,7 +83,7 @@ def build(case: Case, mask: Mask, *, scale: float, softcap: float | None, slopes
     surplus = kind.tokens - len(batch.slot_mapping)
     least = len(lens) + (surplus if max(query_len for query_len, _ in lens) <= 1 else 1)
     batch = plan.pad(batch, tokens=kind.tokens, sequences=max(kind.padded_sequences, least), pages=pages, null_blocks=null_blocks)
-    batch = replace(batch, max_query_len=1 if case["batch"] == "decode" else 64 if case["batch"] == "prefill" else 32)
+    batch = replace(batch, max_query_len=kind.max_query_len)
     dtype = dtype_of(case["dtype"])
     q = rng.standard_normal((kind.tokens, h, d)).astype(dtype)
     shape = (num_blocks, block_size, hk)

@@ -6,7 +6,7 @@ import numpy as np
 
 from fattn.conformance import generators
 from fattn.conformance.calls import Call
-from fattn.conformance.cases import MASKS, Case, dtype_of, numbers
+from fattn.conformance.cases import MASKS, Case, case_of, dtype_of, numbers
 from fattn.conformance.operations.base import Flips, Operation, labels_at, mask_flips, near, rolled
 from fattn.conformance.plain.masks import positions, visible
 from fattn.types import Range, Tokens
@@ -67,22 +67,22 @@ def sides(case: Case, rng, mask):
 def flips(call: Call) -> Flips:
     """Each edge of the mask, scale, cap, bias, the map of heads, and each positional argument."""
     for name, mask in mask_flips(call.static["mask"]):
-        yield name, call.change(mask=mask)
-    yield "scale", call.change(scale=1.5 * call.static["scale"])
+        yield name, call.change({"mask": mask})
+    yield "scale", call.change({"scale": 1.5 * call.static["scale"]})
     if call.static["softcap"] is not None:
-        yield "softcap ignored", call.change(softcap=None)
+        yield "softcap ignored", call.change({"softcap": None})
     if call.arguments["bias"] is not None:
-        yield "bias ignored", call.change(bias=None)
+        yield "bias ignored", call.change({"bias": None})
         yield from rolled(call, "bias", axis=call.arguments["bias"].ndim - 1)
     q, k, v = (call.arguments[name] for name in "qkv")
     if 1 < k.shape[1] < q.shape[1]:
         tiled = np.arange(q.shape[1]) % k.shape[1]
-        yield "heads tiled", call.change(k=k[:, tiled], v=v[:, tiled])
+        yield "heads tiled", call.change({"k": k[:, tiled], "v": v[:, tiled]})
     yield from rolled(call, "q", axis=1)
     for name in ("k", "v"):
         yield from rolled(call, name, axis=1)
         yield from rolled(call, name)
-    yield "q_pos + 1", call.change(q_pos=moved(call.arguments["q_pos"]))
+    yield "q_pos + 1", call.change({"q_pos": moved(call.arguments["q_pos"])})
 
 
 def plant(case: Case, call: Call, weak: list[Call]) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def unused(call: Call, fill: float, hidden: float) -> Call | None:
     q[positions(call.arguments["q_pos"]) < 0] = fill
     for rows in (k, v):
         rows[unseen & ~padding], rows[padding] = hidden, fill
-    return call.change(q=q, k=k, v=v)
+    return call.change({"q": q, "k": k, "v": v})
 
 
 def _seen(call):
@@ -140,6 +140,10 @@ def lengths(case: Case):
     return ((near(queries), near(keys)),)
 
 
+_LONG = {"dtype": "float32", "heads": "2/1", "sizes": "64/64", "mask": "causal & window(8, 0)", "shape": "2x2048", "positions": "array"}
+_PLAIN = {"scale": "rsqrt", "softcap": None, "bias": None}
+_DOUBLE = {"dtype": "float64", "heads": "4/2", "sizes": "40/24", "mask": "causal", "shape": "5x66", "positions": "array"}
+
 ATTEND = Operation(
     "dense.attend",
     OPTIONS,
@@ -150,6 +154,12 @@ ATTEND = Operation(
     generators=generators.GENERATORS,
     plant=plant,
     unused=unused,
+    also=(
+        case_of("dense.attend", _LONG | _PLAIN),
+        case_of("dense.attend", _LONG | _PLAIN | {"dtype": "bfloat16", "mask": "causal"}),
+        case_of("dense.attend", _DOUBLE | _PLAIN),
+        case_of("dense.attend", _DOUBLE | {"scale": 0.25, "softcap": 3.0, "bias": "hides"}),
+    ),
 )
 
 
@@ -162,9 +172,9 @@ def _alibi(case: Case) -> Call:
 
 def _alibi_flips(call: Call) -> Flips:
     yield from rolled(call, "slopes")
-    yield "sign", call.change(slopes=-call.arguments["slopes"])
-    yield "q_pos + 1", call.change(q_pos=moved(call.arguments["q_pos"]))
-    yield "k_pos + 1", call.change(k_pos=moved(call.arguments["k_pos"]))
+    yield "sign", call.change({"slopes": -call.arguments["slopes"]})
+    yield "q_pos + 1", call.change({"q_pos": moved(call.arguments["q_pos"])})
+    yield "k_pos + 1", call.change({"k_pos": moved(call.arguments["k_pos"])})
 
 
 ALIBI = Operation(
@@ -187,6 +197,6 @@ ALIBI_SLOPES = Operation(
     "dense.alibi_slopes",
     {"heads": ("power of two", "any")},
     _slopes,
-    lambda call: iter([("twice the heads", call.change(heads=2 * call.arguments["heads"]))]),
+    lambda call: iter([("twice the heads", call.change({"heads": 2 * call.arguments["heads"]}))]),
     results=lambda case: {"": "float32"},
 )

@@ -19,13 +19,13 @@ def _visible(case: Case) -> Call:
 
 def _visible_flips(call: Call) -> Flips:
     for name, mask in mask_flips(call.static["mask"]):
-        yield name, call.change(mask=mask)
-    yield "queries + 1", call.change(queries=moved(call.arguments["queries"]))
-    yield "keys + 1", call.change(keys=moved(call.arguments["keys"]))
+        yield name, call.change({"mask": mask})
+    yield "queries + 1", call.change({"queries": moved(call.arguments["queries"])})
+    yield "keys + 1", call.change({"keys": moved(call.arguments["keys"])})
     keys = call.arguments["keys"]
     if isinstance(keys, Tokens):
         for name, label in keys.labels.items():
-            yield f"{name} rolled", call.change(keys=Tokens(keys.pos, {**keys.labels, name: np.roll(label, 1)}))
+            yield f"{name} rolled", call.change({"keys": Tokens(keys.pos, {**keys.labels, name: np.roll(label, 1)})})
 
 
 VISIBLE = Operation(
@@ -63,7 +63,7 @@ def _compressed(get, call: Call):
 def _band_flips(call: Call) -> Flips:
     for name, mask in mask_flips(call.static["mask"]):
         if band(mask) is not None:
-            yield name, call.change(mask=mask)
+            yield name, call.change({"mask": mask})
 
 
 COMPRESSED = Operation(
@@ -88,7 +88,7 @@ def _expanded(get, call: Call):
 
 def _expand_flips(call: Call) -> Flips:
     yield from _band_flips(call)
-    yield "kv_len + 1", call.change(kv_len=call.static["kv_len"] + 1)
+    yield "kv_len + 1", call.change({"kv_len": call.static["kv_len"] + 1})
 
 
 EXPAND = Operation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fattn.conformance.calls import Call
-from fattn.conformance.cases import Case, numbers
+from fattn.conformance.cases import Case, case_of, numbers
 from fattn.conformance.operations.base import Flips, Operation, rolled
 from fattn.types import Partial
 
@@ -19,7 +19,7 @@ def _empty(case: Case) -> Call:
 
 def _sizes_flips(call: Call) -> Flips:
     for name, size in call.arguments.items():
-        yield f"{name} + 1", call.change(**{name: size + 1})
+        yield f"{name} + 1", call.change({name: size + 1})
 
 
 EMPTY = Operation(
@@ -31,8 +31,8 @@ EMPTY = Operation(
 )
 
 
-def partial(case: Case, rng: np.random.Generator) -> Partial:
-    """A Partial in float32 whose lse is of the case's kind. Rows that see nothing have out = 0."""
+def partial(case: Case, rng: np.random.Generator, kind: str = "float32") -> Partial:
+    """A Partial in float32 (`kind`) whose lse is of the case's kind. Rows that see nothing have out = 0."""
     t, h, dv = numbers(case["shape"])
     lse = rng.standard_normal((t, h))
     match case["lse"]:
@@ -45,27 +45,32 @@ def partial(case: Case, rng: np.random.Generator) -> Partial:
         case "some empty":
             lse = np.where(rng.random((t, h)) < 0.4, -np.inf, lse)
     out = np.where(np.isfinite(lse)[..., None], rng.standard_normal((t, h, dv)) * 2, 0)
-    return Partial(out.astype(np.float32), lse.astype(np.float32))
+    return Partial(out.astype(kind), lse.astype(kind))
 
 
 def _merge(case: Case) -> Call:
-    rng = case.rng()
-    return Call("merge.merge", {"a": partial(case, rng), "b": partial(case, rng)}, {})
+    rng, kind = case.rng(), _kind(case)
+    return Call("merge.merge", {"a": partial(case, rng, kind), "b": partial(case, rng, kind)}, {})
+
+
+def _kind(case):
+    return dict(case.options).get("dtype", "float32")
 
 
 def _merge_flips(call: Call) -> Flips:
     a, b = call.arguments.values()
-    yield "lse exchanged", call.change(a=Partial(a.out, b.lse), b=Partial(b.out, a.lse))
-    yield "lse in base 2", call.change(a=Partial(a.out, a.lse * np.float32(np.log(2))), b=Partial(b.out, b.lse * np.float32(np.log(2))))
-    yield "a ignored", call.change(a=Partial(a.out, np.full_like(a.lse, -np.inf)))
-    yield "b ignored", call.change(b=Partial(b.out, np.full_like(b.lse, -np.inf)))
+    yield "lse exchanged", call.change({"a": Partial(a.out, b.lse), "b": Partial(b.out, a.lse)})
+    in_base_2 = {name: Partial(p.out, p.lse * np.float32(np.log(2))) for name, p in call.arguments.items()}
+    yield "lse in base 2", call.change(in_base_2)
+    yield "a ignored", call.change({"a": Partial(a.out, np.full_like(a.lse, -np.inf))})
+    yield "b ignored", call.change({"b": Partial(b.out, np.full_like(b.lse, -np.inf))})
     if a.lse.shape[1] > 1:
-        yield "heads of a rolled", call.change(a=Partial(np.roll(a.out, 1, 1), np.roll(a.lse, 1, 1)))
+        yield "heads of a rolled", call.change({"a": Partial(np.roll(a.out, 1, 1), np.roll(a.lse, 1, 1))})
 
 
 def _merge_unused(call: Call, fill: float, hidden: float) -> Call | None:
     a, b = (Partial(np.where((p.lse == -np.inf)[..., None], np.float32(fill), p.out), p.lse) for p in call.arguments.values())
-    return call.change(a=a, b=b) if any((p.lse == -np.inf).any() for p in (a, b)) else None
+    return call.change({"a": a, "b": b}) if any((p.lse == -np.inf).any() for p in (a, b)) else None
 
 
 MERGE = Operation(
@@ -73,8 +78,9 @@ MERGE = Operation(
     {"shape": ("1x1x16", "5x3x64", "65x4x8"), "lse": LSES},
     _merge,
     _merge_flips,
-    results=lambda case: {".out": "float32", ".lse": "float32"},
+    results=lambda case: {".out": _kind(case), ".lse": _kind(case)},
     unused=_merge_unused,
+    also=tuple(case_of("merge.merge", {"shape": "5x3x64", "lse": lse, "dtype": "float64"}) for lse in ("near", "some empty")),
 )
 
 
@@ -93,12 +99,12 @@ def _finish(case: Case) -> Call:
 
 def _finish_flips(call: Call) -> Flips:
     given, sink = call.arguments.values()
-    yield "out rolled", call.change(partial=Partial(np.roll(given.out, 1, -1), given.lse))
+    yield "out rolled", call.change({"partial": Partial(np.roll(given.out, 1, -1), given.lse)})
     if sink is None:
         return
-    yield "sink ignored", call.change(sink=None)
-    yield "sink twice", call.change(sink=sink + np.float32(np.log(2)))
-    yield "lse in base 2", call.change(partial=Partial(given.out, given.lse * np.float32(np.log(2))))
+    yield "sink ignored", call.change({"sink": None})
+    yield "sink twice", call.change({"sink": sink + np.float32(np.log(2))})
+    yield "lse in base 2", call.change({"partial": Partial(given.out, given.lse * np.float32(np.log(2)))})
     yield from rolled(call, "sink")
 
 
@@ -106,7 +112,7 @@ def _finish_unused(call: Call, fill: float, hidden: float) -> Call | None:
     given, sink = call.arguments.values()
     if sink is None or not (given.lse == -np.inf).any():
         return None
-    return call.change(partial=Partial(np.where((given.lse == -np.inf)[..., None], np.float32(fill), given.out), given.lse))
+    return call.change({"partial": Partial(np.where((given.lse == -np.inf)[..., None], np.float32(fill), given.out), given.lse)})
 
 
 FINISH = Operation(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fattn.conformance.calls import Call
-from fattn.conformance.cases import Case, dtype_of, numbers
+from fattn.conformance.cases import Case, case_of, dtype_of, numbers
 from fattn.conformance.operations import batches
 from fattn.conformance.operations.base import Flips, Operation, mask_flips, rolled
 from fattn.conformance.plain import paged as plain
@@ -33,8 +33,8 @@ def _allocate(case: Case) -> Call:
 
 def _allocate_flips(call: Call) -> Flips:
     for name, size in call.arguments.items():
-        yield f"{name} + 1", call.change(**{name: size + 1})
-    yield "block_size + 1", call.change(block_size=call.static["block_size"] + 1)
+        yield f"{name} + 1", call.change({name: size + 1})
+    yield "block_size + 1", call.change({"block_size": call.static["block_size"] + 1})
 
 
 ALLOCATE = Operation(
@@ -58,9 +58,9 @@ def cache_flips(call: Call, name: str = "cache") -> Flips:
         index = cache.layout.index(axis)
         if cache.k.shape[index] > 1:
             k, v = (np.roll(array, 1, index) for array in (cache.k, cache.v))
-            yield f"{name} rolled along {axis}", call.change(**{name: replace(cache, k=k, v=v)})
+            yield f"{name} rolled along {axis}", call.change({name: replace(cache, k=k, v=v)})
     if cache.k.shape == cache.v.shape:
-        yield "k and v exchanged", call.change(**{name: replace(cache, k=cache.v, v=cache.k)})
+        yield "k and v exchanged", call.change({name: replace(cache, k=cache.v, v=cache.k)})
 
 
 CONVERT = Operation(
@@ -90,14 +90,14 @@ def _write(case: Case) -> Call:
 def _write_flips(call: Call) -> Flips:
     slots, cache = call.arguments["slots"], call.arguments["cache"]
     total = cache.k.shape[cache.layout.index("p")] * cache.block_size
-    yield "slot + 1", call.change(slots=np.where((slots >= 0) & (slots < total), (slots + 1) % total, slots).astype(slots.dtype))
+    yield "slot + 1", call.change({"slots": np.where((slots >= 0) & (slots < total), (slots + 1) % total, slots).astype(slots.dtype)})
     if (slots < 0).any():
         last = np.where(slots == total - 1, -1, slots)
         last[np.flatnonzero(slots < 0)[0]] = total - 1
-        yield "an unwritten row goes to the last slot", call.change(slots=last)
+        yield "an unwritten row goes to the last slot", call.change({"slots": last})
     if (slots >= total).any():
         first_past = np.where(slots == slots[slots >= total][0], total - 1, np.where(slots == total - 1, -1, slots))
-        yield "a slot past the end goes to the last", call.change(slots=first_past.astype(slots.dtype))
+        yield "a slot past the end goes to the last", call.change({"slots": first_past.astype(slots.dtype)})
     for name in ("k", "v"):
         yield from rolled(call, name)
         yield from rolled(call, name, axis=1)
@@ -110,7 +110,7 @@ def _write_unused(call: Call, fill: float, hidden: float) -> Call | None:
     if not unwritten.any():
         return None
     k, v = (np.where(unwritten[:, None, None], rows.dtype.type(fill), rows) for rows in (call.arguments["k"], call.arguments["v"]))
-    return call.change(k=k, v=v)
+    return call.change({"k": k, "v": v})
 
 
 WRITE = Operation(
@@ -145,7 +145,7 @@ def _gather_flips(call: Call) -> Flips:
     yield from cache_flips(call)
     table = call.arguments["block_table"]
     if ((table < 0) | (table > 5)).any():
-        yield "unknown blocks clipped", call.change(block_table=np.clip(table, 0, 5))
+        yield "unknown blocks clipped", call.change({"block_table": np.clip(table, 0, 5)})
 
 
 def _gather_unused(call: Call, fill: float, hidden: float) -> Call | None:
@@ -154,7 +154,7 @@ def _gather_unused(call: Call, fill: float, hidden: float) -> Call | None:
     if not idle.any():
         return None
     cache.k[idle], cache.v[idle] = fill, fill
-    return call.change(cache=plain.convert(cache, layout=call.arguments["cache"].layout))
+    return call.change({"cache": plain.convert(cache, layout=call.arguments["cache"].layout)})
 
 
 GATHER = Operation(
@@ -183,12 +183,12 @@ def _attend(case: Case) -> Call:
 def attend_flips(call: Call) -> Flips:
     """Each decision of attention over pages: the mask, scale, cap, slopes, heads, the table, the lengths."""
     for name, mask in mask_flips(call.static["mask"]):
-        yield name, call.change(mask=mask)
-    yield "scale", call.change(scale=1.5 * call.static["scale"])
+        yield name, call.change({"mask": mask})
+    yield "scale", call.change({"scale": 1.5 * call.static["scale"]})
     if call.static["softcap"] is not None:
-        yield "softcap ignored", call.change(softcap=None)
+        yield "softcap ignored", call.change({"softcap": None})
     if call.arguments["slopes"] is not None:
-        yield "slopes ignored", call.change(slopes=None)
+        yield "slopes ignored", call.change({"slopes": None})
         yield from rolled(call, "slopes")
     yield from rolled(call, "q", axis=1)
     cache, batch = call.arguments["cache"], call.arguments["batch"]
@@ -196,7 +196,7 @@ def attend_flips(call: Call) -> Flips:
     if 1 < cache.k.shape[head] < call.arguments["q"].shape[1]:
         tiled = np.arange(call.arguments["q"].shape[1]) % cache.k.shape[head]
         rows = {name: call.arguments[name][:, tiled] for name in "kv" if name in call.arguments}
-        yield "heads tiled", call.change(cache=replace(cache, k=cache.k.take(tiled, head), v=cache.v.take(tiled, head)), **rows)
+        yield "heads tiled", call.change({"cache": replace(cache, k=cache.k.take(tiled, head), v=cache.v.take(tiled, head)), **rows})
     if "k" not in call.arguments:
         yield from cache_flips(call)
     yield from batch_flips(call, batch)
@@ -210,10 +210,10 @@ def batch_flips(call: Call, batch) -> Flips:
     if long.size and "k" not in call.arguments:
         table = batch.block_table.copy()
         table[long[0], :2] = table[long[0], 1::-1]
-        yield "pages exchanged", call.change(batch=replace(batch, block_table=table))
+        yield "pages exchanged", call.change({"batch": replace(batch, block_table=table)})
     several = np.flatnonzero((batch.seq_lens > queries) & (queries > 0) & (batch.seq_lens > 1))
     if several.size and not batch.key_labels and "k" not in call.arguments:
-        yield "last key forgotten", call.change(batch=batches.shorter(batch, int(several[-1])))
+        yield "last key forgotten", call.change({"batch": batches.shorter(batch, int(several[-1]))})
 
 
 def seen_by(call: Call, row: int):
@@ -265,7 +265,7 @@ def unused_of_batch(call: Call, fill: float, hidden: float):
 
 def _attend_unused(call: Call, fill: float, hidden: float) -> Call | None:
     q, cache = unused_of_batch(call, fill, hidden)
-    return call.change(q=q, cache=cache)
+    return call.change({"q": q, "cache": cache})
 
 
 ATTEND_OPTIONS = {
@@ -283,6 +283,8 @@ ATTEND_OPTIONS = {
 
 GENERATORS = ("gaussian", "peaked", "flat", "tied", "huge", "offset", "position-coded")
 
+_LONG = {"dtype": "bfloat16", "batch": "long", "mask": "causal", "heads": "2/1", "sizes": "64/64", "block_size": 128, "layout": "pbhd"}
+
 ATTEND = Operation(
     "paged.attend",
     ATTEND_OPTIONS | {"lse": ("asked", "not asked")},
@@ -294,4 +296,5 @@ ATTEND = Operation(
     plant=plant,
     unused=_attend_unused,
     places=lambda call: call.static["mask"],
+    also=(case_of("paged.attend", _LONG | {"scale": "rsqrt", "softcap": None, "slopes": None, "lse": "asked"}),),
 )

@@ -20,9 +20,9 @@ def _frequencies(case: Case) -> Call:
 def _static_flips(call: Call) -> Flips:
     for name, value in call.static.items():
         if isinstance(value, int | float):
-            yield f"{name} twice", call.change(**{name: 2 * value})
+            yield f"{name} twice", call.change({name: 2 * value})
     if "rotary_size" in call.arguments:
-        yield "rotary_size twice", call.change(rotary_size=2 * call.arguments["rotary_size"])
+        yield "rotary_size twice", call.change({"rotary_size": 2 * call.arguments["rotary_size"]})
 
 
 FREQUENCIES = Operation(
@@ -74,7 +74,7 @@ def _table(case: Case) -> Call:
 
 
 def _table_flips(call: Call) -> Flips:
-    yield "positions + 1", call.change(positions=call.arguments["positions"] + np.int32(1))
+    yield "positions + 1", call.change({"positions": call.arguments["positions"] + np.int32(1)})
     yield from rolled(call, "positions")
     yield from rolled(call, "frequencies")
 
@@ -108,11 +108,11 @@ def _turn(name: str):
 
 
 def _turn_flips(call: Call) -> Flips:
-    yield "turned the other way", call.change(sin=-call.arguments["sin"])
-    yield "not turned", call.change(cos=np.ones_like(call.arguments["cos"]), sin=np.zeros_like(call.arguments["sin"]))
+    yield "turned the other way", call.change({"sin": -call.arguments["sin"]})
+    yield "not turned", call.change({"cos": np.ones_like(call.arguments["cos"]), "sin": np.zeros_like(call.arguments["sin"])})
     for axis in (0, 1, 2):
         yield from rolled(call, "x", axis=axis)
-    yield "tables of another pair", call.change(cos=np.roll(call.arguments["cos"], 1, 1), sin=np.roll(call.arguments["sin"], 1, 1))
+    yield "tables of another pair", call.change({"cos": np.roll(call.arguments["cos"], 1, 1), "sin": np.roll(call.arguments["sin"], 1, 1)})
 
 
 TURN_OPTIONS = {

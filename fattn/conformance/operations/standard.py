@@ -43,7 +43,7 @@ def _attend_and_write(case: Case) -> Call:
 def _write_flips(call: Call) -> Flips:
     yield from attend_flips(call)
     if call.arguments["sinks"] is not None:
-        yield "sinks ignored", call.change(sinks=None)
+        yield "sinks ignored", call.change({"sinks": None})
         yield from rolled(call, "sinks")
     for name in ("k", "v"):
         yield from rolled(call, name)
@@ -67,7 +67,7 @@ def _attend_unused(call: Call, fill: float, hidden: float) -> Call | None:
     batch = call.arguments["batch"]
     idle = (batch.slot_mapping < 0)[:, None, None]
     k, v = (np.where(idle, rows.dtype.type(fill), rows) for rows in (call.arguments["k"], call.arguments["v"]))
-    return call.change(q=q, k=k, v=v, cache=cache)
+    return call.change({"q": q, "k": k, "v": v, "cache": cache})
 
 
 ATTEND_AND_WRITE = Operation(
@@ -129,9 +129,9 @@ def _prepare_flips(call: Call) -> Flips:
     weights, config = call.arguments["weights"], call.static["config"]
     for name, array in zip(weights._fields, weights, strict=True):
         if array is not None:
-            yield f"{name} rolled", call.change(weights=weights._replace(**{name: np.roll(array, 1, -1)}))
+            yield f"{name} rolled", call.change({"weights": weights._replace(**{name: np.roll(array, 1, -1)})})
     if config.rotary is not None:
-        yield "theta", call.change(config=replace(config, rotary_theta=2 * config.rotary_theta))
+        yield "theta", call.change({"config": replace(config, rotary_theta=2 * config.rotary_theta)})
 
 
 PREPARE = Operation(
@@ -171,20 +171,20 @@ def _prepared(get, call: Call):
 def _forward_flips(call: Call) -> Flips:
     """What the layer itself decides or hands on. Edges of masks are attend_and_write's: the projections' bounds would hide them."""
     config, weights = call.static["config"], call.arguments["weights"]
-    yield "mask ignored", call.change(config=replace(config, mask=full() if config.mask == causal() else causal()))
-    yield "scale ignored", call.change(config=replace(config, scale=1.0))
+    yield "mask ignored", call.change({"config": replace(config, mask=full() if config.mask == causal() else causal())})
+    yield "scale ignored", call.change({"config": replace(config, scale=1.0)})
     if config.softcap is not None:
-        yield "softcap ignored", call.change(config=replace(config, softcap=None))
+        yield "softcap ignored", call.change({"config": replace(config, softcap=None)})
     if config.rotary is not None:
-        yield "theta", call.change(config=replace(config, rotary_theta=2.0))
-        yield "not turned", call.change(config=replace(config, rotary=None))
+        yield "theta", call.change({"config": replace(config, rotary_theta=2.0)})
+        yield "not turned", call.change({"config": replace(config, rotary=None)})
         other = "half" if config.rotary == "interleaved" else "interleaved"
-        yield "turned in other pairs", call.change(config=replace(config, rotary=other))
+        yield "turned in other pairs", call.change({"config": replace(config, rotary=other)})
     for name in ("bq", "bk", "bv", "bo", "sinks", "slopes"):
         if getattr(weights, name) is not None:
-            yield f"{name} ignored", call.change(weights=weights._replace(**{name: None}))
+            yield f"{name} ignored", call.change({"weights": weights._replace(**{name: None})})
     for name in ("wq", "wk", "wv", "wo"):
-        yield f"{name} rolled", call.change(weights=weights._replace(**{name: np.roll(getattr(weights, name), config.head_size, -1)}))
+        yield f"{name} rolled", call.change({"weights": weights._replace(**{name: np.roll(getattr(weights, name), config.head_size, -1)})})
     yield from rolled(call, "x", axis=1)
 
 
@@ -192,7 +192,7 @@ def _forward_unused(call: Call, fill: float, hidden: float) -> Call | None:
     batch, x = call.arguments["batch"], call.arguments["x"].copy()
     as_attend = Call("", {"q": x, "cache": call.arguments["cache"], "batch": batch}, {"mask": call.static["config"].mask})
     q, cache = unused_of_batch(as_attend, fill, hidden)
-    return call.change(x=q, cache=cache)
+    return call.change({"x": q, "cache": cache})
 
 
 FORWARD = Operation(

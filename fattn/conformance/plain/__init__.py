@@ -7,5 +7,6 @@ fattn.conformance.plain`.
 from fattn.conformance.plain import dense, masks, merge, paged, rope, standard
 
 ARRAYS = "numpy"
+FLOAT64 = True
 
-__all__ = ["ARRAYS", "dense", "masks", "merge", "paged", "rope", "standard"]
+__all__ = ["ARRAYS", "FLOAT64", "dense", "masks", "merge", "paged", "rope", "standard"]
