@@ -40,7 +40,7 @@ def check_attend(q, k, v, q_pos, k_pos, *, softcap):
         if count != rows:
             raise ValueError(f"{name} has {count} positions for {rows} rows of {name[0]}; layout is [rows, heads, size]")
     check_softcap(softcap)
-    check_placed("q", q, heads=1, free=(0,))
+    check_placed("q", q, heads=1, free=(0,) if q.shape[1] == k.shape[1] else ())  # grouped heads and rows share an axis in the product
     for name, array in (("k", k), ("v", v)):
         check_placed(name, array, heads=1)
         check_alike(name, array, 1, "q", q, 1)

@@ -45,12 +45,15 @@ class Partial(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """The positions start, start + 1, ..., start + size - 1, all known before tracing."""
+    """The positions start, start + 1, ..., start + size - 1, all known before tracing. Raises ValueError for a float or a negative size."""
 
     start: int = static()
     size: int = static()
 
     def __post_init__(self):
+        for name in ("start", "size"):
+            if isinstance(getattr(self, name), bool | float):
+                raise ValueError(f"Range {name} must be an integer, got {getattr(self, name)!r}")
         if self.size < 0:
             raise ValueError(f"Range size must not be negative, got {self.size}")
 

@@ -23,8 +23,10 @@ def place(batch: Batch, device, mask: Mask, *, bucketed: bool = False) -> Batch:
     Integers go over in one transfer. Table entries that no length reaches become block 0, so that no id which the plan left open reaches
     an operator. slot_mapping becomes host.slots, where padding has rows of the null blocks. `bucketed` makes what is launched, and every
     tensor's shape, depend on the batch's sizes and max_query_len alone, not on its lengths, as a captured graph needs.
-    Raises ValueError where lengths and rows disagree or a label is missing.
+    Raises ValueError where lengths and rows disagree or a label is missing, TypeError for what is no mask.
     """
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be made by fattn.types (causal(), window(...), ...), got {mask!r}")
     host = batch.host or _host(batch)
     query_lens, seq_lens = np.array(host.query_lens, np.int64), np.array(host.seq_lens, np.int64)
     table, slots = np.asarray(batch.block_table), np.asarray(host.slots)

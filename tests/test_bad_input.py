@@ -52,6 +52,7 @@ def test_masks_and_layers():
         (lambda: window(True, 0), "window left must be .*; got True"),
         (lambda: chunk(0), "chunk size must be a count of tokens >= 1, got 0"),
         (lambda: Range(0, -1), "Range size must not be negative, got -1"),
+        (lambda: Range(0.5, 2), "Range start must be an integer, got 0.5"),
         (lambda: StandardConfig(64, 9, 2, 16, 0.25, causal()), "heads=9 must be a multiple of kv_heads=2"),
         (lambda: StandardConfig(64, 4, 2, 16, 0.25, causal(), rotary="neox"), "rotary must be .*, got 'neox'"),
         (lambda: StandardConfig(64, 4, 0, 16, 0.25, causal()), "kv_heads must be at least 1, got 0"),

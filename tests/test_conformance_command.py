@@ -35,7 +35,7 @@ def test_conform_prints_rows_and_a_headline_and_writes_json(tmp_path):
         (("conform", "./mypackage"), "./mypackage"),
         (("conform", "fattn.conformance.laws"), "ARRAYS"),
         (("conform", PLAIN, "--op", "dense.atend"), "dense.atend"),
-        (("replay", __file__), "not a saved"),
+        (("replay", __file__), "failures/"),
         (("conform", PLAIN, "--device", "tpu"), "tpu"),
         (("conform", PLAIN, "--examples", "0"), "examples"),
         (("replay", "no-such-file.npz"), "no-such-file"),

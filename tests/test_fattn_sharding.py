@@ -152,6 +152,12 @@ def test_rows_of_queries_may_be_sharded_in_dense_attention():
     assert_close(found, expected)
 
 
+def test_rows_of_queries_with_grouped_heads_are_refused():
+    q, k, v = on(0, numbers(4, 2, 6)), on(None, numbers(8, 1, 6)), on(None, numbers(8, 1, 4))
+    with pytest.raises(Unsupported, match="q=.*axis 0 is sharded over 'tp'"):
+        dense.attend(q, k, v, Range(4, 4), Range(0, 8), mask=causal(), scale=0.5)
+
+
 def test_an_auto_mesh_takes_any_placement():
     q, k, v = numbers(4, 2, 6), numbers(8, 2, 6), numbers(8, 2, 4)
     expected = dense.attend(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), Range(4, 4), Range(0, 8), mask=causal(), scale=0.5)

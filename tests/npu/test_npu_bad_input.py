@@ -7,6 +7,7 @@ from bad_input_cases import NUMBERS, SHAPES, Layer, batch, spoiled
 
 import npu
 import npu.emulator
+from fattn.plan import batch as plan
 from fattn.types import causal, window
 
 NPU = Layer(npu, torch.from_numpy, lambda tensor: tensor.numpy(), lambda batch, mask: npu.place(batch, "cpu", mask))
@@ -83,6 +84,11 @@ def test_a_batch_is_placed_first():
     wrong = Layer(npu, torch.from_numpy, lambda tensor: tensor.numpy(), lambda batch, mask: npu.place(batch, "cpu", causal()))
     with pytest.raises(ValueError, match="placed for mask"):
         wrong.call("paged.attend", {"mask": causal() & causal()})
+
+
+def test_a_batch_is_placed_for_a_mask():
+    with pytest.raises(TypeError, match="mask must be made by fattn.types .* got 'causal'"):
+        npu.place(plan.build([1], [1], [[0]], block_size=16, num_blocks=1), "cpu", "causal")
 
 
 def test_cache_bytes_are_compared():
