@@ -37,7 +37,7 @@ def attend(
     accumulator = jnp.promote_types(q.dtype, jnp.float32)
     seen = visible(q_pos, k_pos, mask=mask)[None]
     if bias is not None:
-        seen = seen & (bias > -jnp.inf)
+        seen = seen & (bias != -jnp.inf)
     # What no query reads may hold anything, NaN included: zero it first, since 0 * NaN is NaN in values and in gradients.
     used_keys, used_queries = seen.any((0, 1)), seen.any((0, 2))
     k = jnp.where(used_keys[:, None, None], k, 0)

@@ -23,7 +23,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     _check(a, b)
     a, b = _cleaned(a), _cleaned(b)
     top = jnp.maximum(a.lse, b.lse)
-    some = top > -jnp.inf
+    some = top != -jnp.inf
     top = jnp.where(some, top, 0)
     wa, wb = _weight(a.lse, top), _weight(b.lse, top)
     total = jnp.where(some, wa + wb, 1)
@@ -45,18 +45,18 @@ def finish(partial: Partial, sink: Float[Array, "h"] | None = None, *, dtype) ->
         raise ValueError(f"sink has shape {list(sink.shape)}, but there are {partial.lse.shape[-1]} query heads")
     partial = _cleaned(partial)
     sink = sink.astype(partial.lse.dtype)
-    some = (partial.lse > -jnp.inf) & (sink < jnp.inf)
+    some = (partial.lse != -jnp.inf) & (sink != jnp.inf)
     share = jax.nn.sigmoid(jnp.where(some, partial.lse, 0) - jnp.where(some, sink, 0))  # of a difference that is never inf - inf
     return (jnp.where(some, share, 0)[..., None] * partial.out).astype(dtype)
 
 
 def _cleaned(partial):
-    """Zero where no key was seen: a weight of 0 times NaN would be NaN."""
-    return Partial(jnp.where((partial.lse > -jnp.inf)[..., None], partial.out, 0), partial.lse)
+    """Zero where no key was seen: a weight of 0 times NaN would be NaN. (A NaN lse is no -inf, and stays NaN in the result.)"""
+    return Partial(jnp.where((partial.lse != -jnp.inf)[..., None], partial.out, 0), partial.lse)
 
 
 def _weight(lse, top):
-    seen = lse > -jnp.inf
+    seen = lse != -jnp.inf
     return jnp.where(seen, jnp.exp(jnp.where(seen, lse, 0) - top), 0)
 
 

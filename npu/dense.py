@@ -34,6 +34,7 @@ def attend(
     z = scale q.k + bias (broadcast against [h t s]; -inf hides a key). Query head h reads key head h // (h_q / h_k).
     Positions are a Range, Int32[n], or Tokens where the mask reads labels: ranges choose one of the operator's modes, arrays make an
     explicit mask. `out` has q's dtype, `lse` is float32. Padding keys may hold anything, other unseen keys anything finite.
+    In float16 a key that -inf hides from some heads alone has a bias of -65504: what these heads see must lie far above that.
     The argument `out` takes the result, and is returned; `workspace` is the operator's scratch memory.
     Where q, k, v or bias requires a gradient, the operator for training computes, in float32 too: `out` has its gradient, `lse` has none.
     Raises ValueError for shapes, dtypes or positions that do not fit together, and Unsupported for what `limits` lists.
@@ -47,7 +48,7 @@ def attend(
     seen = None
     if how == "explicit":
         seen = visible_on(q_pos, k_pos, mask=mask, device=q.device)[None]
-        seen = seen if additive is None else seen & (additive > -torch.inf)
+        seen = seen if additive is None else seen & (additive != -torch.inf)
     if _training.asks(q, k, v, bias) and t and s:
         return _with_gradient(q, k, v, additive, how, mask, seen, out, workspace, scale=scale, softcap=softcap)
     facts = limits.Facts(

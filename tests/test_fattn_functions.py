@@ -80,6 +80,16 @@ def test_merged_halves_are_the_whole():
     jax.tree.map(close, merged, over(0, 12))
 
 
+def test_a_broken_log_sum_exp_is_no_empty_row():
+    """NaN compares with nothing: once it was taken for -inf, and the rows of the other side came out as if they were all."""
+    broken, other = (merge.empty(1, 1, 2, dtype=jnp.float32)._replace(lse=jnp.full((1, 1), lse)) for lse in (jnp.nan, 0.0))
+    for found in (*merge.merge(broken, other), *merge.merge(other, broken), merge.finish(broken, jnp.zeros(1), dtype=jnp.float32)):
+        assert jnp.isnan(found).all()
+    bias = jnp.asarray([0.0, jnp.nan, 0.0])
+    q, k = single(1, 1, 4), single(3, 1, 4)
+    assert jnp.isnan(dense.attend(q, k, k, Range(2, 1), Range(0, 3), bias, mask=causal(), scale=1.0).lse).all()
+
+
 @pytest.mark.parametrize("sink", [-jnp.inf, -1e4, 0.0, 1e4, jnp.inf])
 def test_a_sink_of_any_size_has_finite_values_and_gradients(sink):
     seen = dense_attend(single(3, 2, 4), single(4, 2, 4), single(4, 2, 4), Range(-1, 3), Range(0, 4), mask=causal(), scale=1.0)
