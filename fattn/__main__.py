@@ -1,4 +1,4 @@
-"""The command line: `python -m fattn conform PACKAGE`, `python -m fattn replay FILE...`, `python -m fattn faults`."""
+"""The command line: `python -m fattn conform PACKAGE`, `replay FILE...`, `faults`, `bench plan`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def conform(
     seed: Annotated[int, typer.Option(help="what all cases follow from")] = 0,
     device: Annotated[str, typer.Option(help="where npu runs: cpu, or npu for a device")] = "cpu",
     assume: Annotated[str | None, typer.Option(metavar="FILE", help="let npu's emulator answer as python -m npu probe did")] = None,
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results as JSON")] = None,
+    json_file: Annotated[typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="write the results as JSON")] = None,
 ):
     """Holds PACKAGE to the oracle and the laws: a row per operation and check. Exit 0: nothing failed, 1: something did, 2: bad usage."""
     # many small products: threads cost more than they bring
@@ -46,16 +46,15 @@ def conform(
     try:
         target = targets.target_of(package, device=device, assume=assume)
     except (OSError, ModuleNotFoundError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="PACKAGE") from error
+        raise typer.BadParameter(str(error), param_hint="PACKAGE, --assume") from error
     work = lambda name, advance: kit.check(name, target, examples=examples, seed=seed, progress=advance)
     found = report.with_progress(console, names, examples, work, threads=2 if target.arrays.compiles else 1)
     report.show(console, f"{target.name} on {target.provider}, seed {seed}", found)
     for note in target.notes:
         console.print(note, style="dim", markup=False, highlight=False)
     if json_file is not None:
-        with open(json_file, "w") as file:
-            content = results.as_json(target.name, target.provider, seed, found)
-            json.dump(content | {"notes": list(target.notes)}, file, indent=1)
+        content = results.as_json(target.name, target.provider, seed, found)
+        json.dump(content | {"notes": list(target.notes)}, json_file, indent=1)
     raise typer.Exit(1 if any(result.status == "failed" for result in found) else 0)
 
 
@@ -70,9 +69,10 @@ def replay(files: Annotated[list[str], typer.Argument(help="files that a failed 
     for path in files:
         try:
             failure = saved.load(path)
-        except (OSError, ValueError) as error:
+            target = targets.target_of(failure.target)
+        except (OSError, ModuleNotFoundError, ValueError) as error:
             raise typer.BadParameter(str(error), param_hint="FILE") from error
-        said = kit.fails(failure.check, failure.case, targets.target_of(failure.target))
+        said = kit.fails(failure.check, failure.case, target)
         failing += bool(said)
         console.print(f"{path}: {failure.target} {failure.check}: {failure.case}", markup=False)
         console.print(f"  {said or 'holds now'}", style="red" if said else "green", markup=False)
@@ -80,7 +80,7 @@ def replay(files: Annotated[list[str], typer.Argument(help="files that a failed 
 
 
 @app.command()
-def faults(json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the verdicts as JSON")] = None):
+def faults(json_file: Annotated[typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="write the verdicts as JSON")] = None):
     """Holds the kit itself to account: broken implementations that it must catch, correct ones that it must not accuse.
 
     Exit 0: every fault was killed and no innocent accused, else 1.
@@ -93,15 +93,14 @@ def faults(json_file: Annotated[str | None, typer.Option("--json", metavar="FILE
     broken, correct = judge_report.with_progress(console)
     judge_report.show(console, broken, correct)
     if json_file is not None:
-        with open(json_file, "w") as file:
-            json.dump(judge.as_json(broken, correct), file, indent=1)
+        json.dump(judge.as_json(broken, correct), json_file, indent=1)
     survived = any(not verdict.accused for verdict in broken)
     raise typer.Exit(1 if survived or any(verdict.accused for verdict in correct) else 0)
 
 
 @bench.command()
 def plan(
-    json_file: Annotated[str | None, typer.Option("--json", metavar="FILE", help="write the results as JSON")] = None,
+    json_file: Annotated[typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="write the results as JSON")] = None,
     quick: Annotated[bool, typer.Option(help="fewer rounds and sizes")] = False,
     check: Annotated[bool, typer.Option(help="exit 1 where something costs more than it may")] = False,
 ):
@@ -112,8 +111,7 @@ def plan(
     result = benchmark.run(quick=quick)
     benchmark.show(Console(width=None if Console().is_terminal else 160), result)
     if json_file is not None:
-        with open(json_file, "w") as file:
-            json.dump(benchmark.as_json(result), file, indent=1)
+        json.dump(benchmark.as_json(result), json_file, indent=1)
     raise typer.Exit(int(check and not all(must.holds for must in result["musts"])))
 
 
