@@ -20,7 +20,7 @@ from fattn.types import Partial, Unsupported
 
 PLAIN = target_of("fattn.conformance.plain")
 # how many features each package may not refuse, and the digest of all of them
-PINNED = ({"fattn": 333, "npu": 311, "another": 267}, "fdf7f0fd1a92800c")
+PINNED = ({"fattn": 334, "npu": 312, "another": 268}, "0129dea975037afc")
 
 
 @pytest.mark.parametrize("name", list(OPERATIONS))
@@ -136,6 +136,21 @@ def test_a_refusal_that_was_not_predicted_is_a_failure():
     target = replace(Target.of_functions("others", {"dense.attend": refuses_softcap}), refusal=lambda call: None)
     rows = refusal_rows(target)
     assert rows["value"].status == "failed" and "Unsupported" in rows["value"].reason
+
+
+def takes_small_blocks(q, cache, batch, slopes=None, *, mask, scale, softcap=None, lse=True):
+    if cache.block_size > 128:
+        raise Unsupported("cache.block_size", cache.block_size, "up to 128", "128")
+    return plain.paged.attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse)
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_a_refusal_in_a_law_accuses_only_who_said_that_there_is_none(predicts):
+    """The law about block sizes doubles them: a package that does not predict its refusals may refuse that."""
+    target = Target.of_functions("others", {"paged.attend": takes_small_blocks})
+    target = replace(target, refusal=lambda call: None) if predicts else target
+    (row,) = kit.check("paged.attend", target, examples=40, checks=["block size"], failures=None)
+    assert row.status == ("failed" if predicts else "passed") and (predicts or row.examples > 0), row
 
 
 @pytest.mark.parametrize("package", ["fattn", "npu"])

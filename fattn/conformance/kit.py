@@ -154,7 +154,9 @@ def _try(law, trial, tally, power, failures) -> bool:
     except Absent as error:  # another function than the one under test
         tally.absent, said = str(error), False
     except Exception as error:  # a foreign implementation may fail in any way, and each is a result
-        tally.failure = _failure(law, trial, error, failures)
+        # who predicts refusals has none beside those; who does not may refuse another call of a law, which says nothing then
+        if not isinstance(error, Unsupported) or trial.target.refusal is not None:
+            tally.failure = _failure(law, trial, error, failures)
         said = False
     tally.seconds += time.monotonic() - start
     if said is not False:

@@ -13,8 +13,6 @@ from fattn.conformance.targets import Arrays, Target, library
 from fattn.types import Batch, Mask, Unsupported
 from reference.bounded import ROUNDOFF, Precision
 
-BATCHED = ("paged.attend", "standard.attend_and_write", "standard.forward")
-
 
 def make(package: ModuleType, get: Callable, device: str, assume: str | None = None) -> Target:
     """`npu` on a CPU through its emulator, or on `npu` tensors: a real device's, else those of the emulator's host-memory device.

@@ -128,6 +128,11 @@ def distance_of_rows(slopes, q_pos, k_pos):
     return dense.alibi(slopes, Range(0, dense.positions(q_pos).size), Range(0, dense.positions(k_pos).size))
 
 
+def distance_in_the_slopes_type(slopes, q_pos, k_pos):
+    p, j = (dense.positions(side) for side in (q_pos, k_pos))
+    return (-slopes[:, None, None] * np.abs(p[:, None] - j[None]).astype(slopes.dtype)).astype(np.float32)
+
+
 def slopes_of_a_power_of_two(heads):
     return (2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)).astype(np.float32)
 
@@ -166,6 +171,7 @@ FAULTS = (
     Fault("yarn_ignores_betas", "ignored argument", "rope.yarn", yarn_ignores_betas, "the defaults, whatever was asked for"),
     Fault("alibi_of_the_future_is_positive", "alibi", "dense.alibi", distance_without_sign, "no absolute value"),
     Fault("alibi_of_rows", "causal alignment", "dense.alibi", distance_of_rows, "rows are numbered from 0 on both sides"),
+    Fault("alibi_in_the_slopes_type", "low precision", "dense.alibi", distance_in_the_slopes_type, "distances past 256 are rounded"),
     Fault("slopes_of_a_power_of_two", "alibi", "dense.alibi_slopes", slopes_of_a_power_of_two, "one formula for every head count"),
     Fault("extra_slopes_follow", "alibi", "dense.alibi_slopes", extra_slopes_follow, "the next, not every second"),
 )

@@ -179,7 +179,7 @@ def _alibi_flips(call: Call) -> Flips:
 
 ALIBI = Operation(
     "dense.alibi",
-    {"dtype": ("float32",), "count": (1, 4, 5), "shape": ("1x130", "65x66"), "positions": ("array", "range", "scattered")},
+    {"dtype": ("float32", "bfloat16"), "count": (1, 4, 5), "shape": ("1x130", "65x66"), "positions": ("array", "range", "scattered")},
     _alibi,
     _alibi_flips,
     results=lambda case: {"": "float32"},
