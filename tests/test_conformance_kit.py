@@ -259,6 +259,50 @@ def test_a_law_sees_what_it_states(operation, function, check):
     assert row.status == "failed", row
 
 
+def depends_on_the_batch(q, cache, batch, slopes=None, *, mask, scale, softcap=None, lse=True):
+    """Sums in another order where there are several sequences: within every bound, and not the same bits."""
+    got = plain.paged.attend(q, cache, batch, slopes, mask=mask, scale=scale, softcap=softcap, lse=lse)
+    several = sum(length > 0 for length in batch.host.seq_lens) > 1
+    return Partial(np.nextafter(got.out, np.float32(np.inf)) if several else got.out, got.lse)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_who_declares_batch_invariance_is_held_to_bits(declared):
+    target = replace(Target.of_functions("dependent", {"paged.attend": depends_on_the_batch}), batch_invariant=declared)
+    (row,) = kit.check("paged.attend", target, examples=25, checks=["sequence alone"], failures=None)
+    assert row.status == ("failed" if declared else "passed"), row
+    assert not declared or "expected the bits of" in row.reason
+
+
+def test_float64_and_long_keys_are_tried_where_they_are_taken():
+    lengths = {name: {dict(case.options).get("dtype") for case in draw.also(name, 0, PLAIN)} for name in ("dense.attend", "merge.merge")}
+    assert all("float64" in dtypes for dtypes in lengths.values())
+    undeclared = replace(PLAIN, float64=False)
+    assert [case for case in draw.also("dense.attend", 0, undeclared) if case["dtype"] == "float64"] == []
+    (long,) = draw.also("paged.attend", 0, PLAIN)
+    assert OPERATIONS["paged.attend"].build(long).arguments["batch"].host.seq_lens[0] == 2048
+    assert 2048 in {len(OPERATIONS["dense.attend"].build(case).arguments["k"]) for case in draw.also("dense.attend", 0, PLAIN)}
+
+
+def rounds_to_float32(q, k, v, q_pos, k_pos, bias=None, *, mask, scale, softcap=None):
+    got = plain.dense.attend(q, k, v, q_pos, k_pos, bias, mask=mask, scale=scale, softcap=softcap)
+    return Partial(got.out.astype(np.float32).astype(got.out.dtype), got.lse)
+
+
+def test_float64_is_held_to_float64():
+    target = replace(Target.of_functions("float32 inside", {"dense.attend": rounds_to_float32}), float64=True)
+    (row,) = kit.check("dense.attend", target, examples=1, checks=["value"], failures=None)
+    assert row.status == "failed" and "dtype=float64" in row.reason, row
+
+
+def test_what_the_output_alone_decides_is_counted():
+    (row,) = kit.check("dense.attend", PLAIN, examples=10, checks=["value"], failures=None)
+    assert 0 < row.decisive_output < row.decisive
+    assert row.reason == f"{row.decisive_output} decisive for the output alone"
+    (exact,) = kit.check("masks.expand", PLAIN, examples=10, checks=["value"], failures=None)
+    assert exact.decisive_output == exact.decisive
+
+
 def test_a_law_that_says_nothing_of_a_case_counts_no_example():
     silent = Law("silent", "bound", lambda trial: False)
     case = case_of("dense.alibi_slopes", {"heads": "any"})

@@ -69,6 +69,41 @@ def test_dense_results_in_the_callers_tensors(case):
     assert all(map(torch.equal, run(workspace=workspace), expected))
 
 
+def within_canaries(result: Partial) -> tuple[Partial, Partial]:
+    """(tensors that hold NaN, with two more rows at either end; the rows between, for a result)."""
+    whole = Partial(*(torch.full((len(array) + 4, *array.shape[1:]), torch.nan, dtype=array.dtype) for array in result))
+    return whole, Partial(*(array[2:-2] for array in whole))
+
+
+def assert_rows_around_stay(whole: Partial):
+    for array in whole:
+        assert array[:2].isnan().all() and array[-2:].isnan().all()
+
+
+@pytest.mark.parametrize("case", PAGED.values(), ids=PAGED)
+def test_rows_around_the_callers_tensors_stay(case):
+    head_size, layout, query_lens, seq_lens, mask = case
+    batch = batch_of(query_lens, seq_lens, block_size=128)
+    q, cache = normal(sum(query_lens), 4, head_size, seed=1), cache_of(batch, 2, head_size, layout=layout)
+    run = lambda **given: npu.paged.attend(q, cache, npu.place(batch, "cpu", mask), mask=mask, scale=0.1, **given)
+    expected = run()
+    whole, out = within_canaries(expected)
+    assert_same(run(out=out), out, expected)
+    assert_rows_around_stay(whole)
+
+
+@pytest.mark.parametrize("case", DENSE.values(), ids=DENSE)
+def test_rows_around_the_callers_tensors_stay_in_dense(case):
+    head_size, q_pos, k_pos, mask = case
+    count = lambda rows: rows.size if isinstance(rows, Range) else len(rows)
+    q, k, v = normal(count(q_pos), 4, head_size), normal(count(k_pos), 2, head_size, seed=1), normal(count(k_pos), 2, head_size, seed=2)
+    run = lambda **given: npu.dense.attend(q, k, v, q_pos, k_pos, mask=mask, scale=0.1, **given)
+    expected = run()
+    whole, out = within_canaries(expected)
+    assert_same(run(out=out), out, expected)
+    assert_rows_around_stay(whole)
+
+
 def test_where_rows_lie_as_the_operator_has_them_nothing_is_copied():
     batch = batch_of([1, 1], [50, 130], block_size=128)
     placed, cache = npu.place(batch, "cpu", causal()), cache_of(batch, 2, 128)

@@ -80,7 +80,7 @@ def alone(trial: Trial) -> bool | None:
     row = _some_row(trial)
     if row is None:
         return False
-    again = rebatched(trial.call, [row], like=_shape(trial))
+    again = rebatched(trial.call, [row], like=None if trial.target.batch_invariant else _shape(trial))
     if _refused(trial, again):
         return False
     rows = plain.sequence(trial.call.arguments["batch"], row)[0]
