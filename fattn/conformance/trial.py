@@ -29,7 +29,7 @@ class Trial:
 
     @cached_property
     def call(self) -> Call:
-        return self.operation.build(self.case)
+        return _call(self.case)
 
     @cached_property
     def precision(self) -> Precision:
@@ -83,7 +83,7 @@ def decisive(case: Case, precision: Precision) -> tuple[Case, power.Power]:
     if not found.calls:
         return case, found
     operation = OPERATIONS[case.operation]
-    edits = operation.plant(case, operation.build(case), list(found.calls))
+    edits = operation.plant(case, _call(case), list(found.calls))
     if not edits:
         return case, found
     planted = replace(case, edits=case.edits + edits)
@@ -96,13 +96,18 @@ def decisive(case: Case, precision: Precision) -> tuple[Case, power.Power]:
 def measured(case: Case, precision: Precision) -> power.Power:
     """The power of a case."""
     operation = OPERATIONS[case.operation]
-    return power.measure(operation, operation.build(case), _expected(case, precision).bound)
+    return power.measure(operation, _call(case), _expected(case, precision).bound)
+
+
+@lru_cache(maxsize=32)
+def _call(case: Case) -> Call:
+    return OPERATIONS[case.operation].build(case)
 
 
 @lru_cache(maxsize=4096)
 def _expected(case: Case, precision: Precision) -> oracle.Expected:
     operation = OPERATIONS[case.operation]
-    found = oracle.expected(operation, operation.build(case), precision)
+    found = oracle.expected(operation, _call(case), precision)
     for path, array in leaves(found.value):
         if array.dtype.kind == "f" and path.endswith(("out", "lse")) and np.isnan(array).any():
             raise AssertionError(f"the oracle has NaN in {path} of {case}")
