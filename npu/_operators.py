@@ -72,7 +72,19 @@ def scatter(device: str, form: str = "ND"):
             return functools.partial(_read(write, "npu_scatter_pa_kv_cache"), cache_mode=CACHE_MODES[form])
         if form == "NZ":
             return _read(write, "npu_scatter_pa_kv_cache")
-    return _read(_operator("atb", "_npu_reshape_and_cache", device), "_npu_reshape_and_cache")
+    older = _read(_operator("atb", "_npu_reshape_and_cache", device), "_npu_reshape_and_cache")
+    # it takes int32 slots alone
+    return lambda k, v, k_cache, v_cache, slots: older(k, v, k_cache, v_cache, slots.to(torch.int32))
+
+
+def paged_attention(device: str):
+    """ATB's _npu_paged_attention, as `attention`: it writes to its argument `out`, and returns nothing."""
+    return _read(_operator("atb", "_npu_paged_attention", device), "_npu_paged_attention")
+
+
+def has_paged_attention() -> bool:
+    """Whether torch_npu and NNAL define it here. Raises RuntimeError where there is no torch_npu."""
+    return _has("atb", "_npu_paged_attention")
 
 
 def nothing(q: torch.Tensor, value_size: int) -> Partial:

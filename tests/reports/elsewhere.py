@@ -22,7 +22,12 @@ ELSEWHERE = (
         "sparse attention (offload)",
     ),
     Elsewhere("B44", "all", "which rank holds which key head is a layout of a sharded cache", "sharding (handoff)"),
-    Elsewhere("B45", "all", "caches here hold the numbers themselves; scales belong to quantised formats", "number formats of caches"),
+    Elsewhere(
+        "B45",
+        "all",
+        "caches here hold the numbers themselves; scales are read and written by quant, each layer's of its own name",
+        "int8 caches: test_quant.py, npu/test_layer_quant.py",
+    ),
     Elsewhere("B04", "sink-inclusive merging over ranks", "ranks are sharding's", "sharding"),
     Elsewhere("B29", "gradient partials of a ring", "rings are sharding's; merging 8 partials is tested here", "sharding"),
     Elsewhere("B36", "slots of rows gathered over ranks", "gathering rows over ranks is sharding's", "sharding (prefill)"),
