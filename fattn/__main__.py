@@ -45,8 +45,9 @@ def conform(
         raise typer.BadParameter(f"{device!r} is not cpu or npu", param_hint="--device")
     try:
         target = targets.target_of(package, device=device, assume=assume)
-    except (OSError, ModuleNotFoundError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="PACKAGE, --assume") from error
+    # RuntimeError: the emulation lacks a compiler or a wheel, and its message names what to install
+    except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="PACKAGE") from error
     work = lambda name, advance: kit.check(name, target, examples=examples, seed=seed, progress=advance)
     found = report.with_progress(console, names, examples, work, threads=2 if target.arrays.compiles else 1)
     report.show(console, f"{target.name} on {target.provider}, seed {seed}", found)
@@ -70,7 +71,7 @@ def replay(files: Annotated[list[str], typer.Argument(help="files that a failed 
         try:
             failure = saved.load(path)
             target = targets.target_of(failure.target)
-        except (OSError, ModuleNotFoundError, ValueError) as error:
+        except (OSError, ModuleNotFoundError, RuntimeError, ValueError) as error:
             raise typer.BadParameter(str(error), param_hint="FILE") from error
         said = kit.fails(failure.check, failure.case, target)
         failing += bool(said)

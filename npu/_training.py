@@ -41,7 +41,7 @@ def attend(q, k, v, bias, how: str, mask, seen: Tensor | None, *, scale: float, 
     The gradient of `out` reaches q, k, v and bias; that of `lse` is refused. Raises Unsupported for what the operator does not take.
     Source: the documents of npu_fusion_attention.
     """
-    _check(q, k, v, bias, softcap)
+    _check(q, k, v, bias, scale, softcap)
     (t, h, _), s = q.shape, k.shape[0]
     mode, left, right = 0, INT32_MAX, INT32_MAX
     hidden = pse = empty = None
@@ -90,7 +90,7 @@ class _NoGradient(torch.autograd.Function):
         return None, None
 
 
-def _check(q, k, v, bias, softcap):
+def _check(q, k, v, bias, scale, softcap):
     size, value_size = q.shape[2], v.shape[2]
     for broken, argument, value, limit, instead in (
         (q.dtype not in DTYPES, "q.dtype", name_of(q.dtype), "float16, bfloat16 or float32", "cast q, k and v"),
@@ -102,6 +102,9 @@ def _check(q, k, v, bias, softcap):
             "q's dtype",
             "bias.to(q.dtype)",
         ),
+        # it adds before it scales: the bias goes divided by the scale, which float16 may not hold
+        (bias is not None and q.dtype == torch.float16, "bias", "float16", "biases are bfloat16 or float32 here", "bfloat16 or float32"),
+        (bias is not None and scale == 0, "scale", scale, "a bias is divided by the scale", "a scale other than 0"),
         (not 0 < size <= 768, "head_size", size, "a head has at most 768 dims", "split the heads"),
         (value_size > size, "value_size", value_size, "values are no wider than keys", "pad q and k with zeros"),
         (q.shape[1] > 256, "heads", q.shape[1], "at most 256 query heads", "split the heads over several calls"),

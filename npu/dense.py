@@ -112,8 +112,8 @@ def attend(
 
 
 def _with_gradient(q, k, v, bias, how, mask, seen, out, workspace, *, scale, softcap):
-    for name, given_ in (("out", out), ("workspace", workspace)):
-        if given_ is not None:
+    for name, tensor in (("out", out), ("workspace", workspace)):
+        if tensor is not None:
             raise ValueError(f"{name} is given, but q, k, v or bias requires a gradient: leave it out, or call under torch.no_grad()")
     if seen is not None:
         k, v = _without_unseen(k, v, seen.any(0))

@@ -23,7 +23,7 @@ CASES = {
     "rows without keys": (4, 2, 32, 32, torch.tensor([-1, 2, 0, -1, 3]), torch.arange(1, 10), causal(), None, torch.float32),
     "bias": (4, 2, 32, 32, Range(4, 5), Range(0, 9), causal(), (4, 5, 9), torch.float32),
     "bias of a row": (4, 2, 32, 32, Range(4, 5), Range(0, 9), causal(), (9,), torch.float32),
-    "bias of half": (4, 2, 32, 32, Range(4, 5), Range(0, 9), causal(), (4, 1, 9), torch.float16),
+    "bias in bfloat16": (4, 2, 32, 32, Range(4, 5), Range(0, 9), causal(), (4, 1, 9), torch.bfloat16),
     "segments": (2, 2, 32, 32, "labels", "labels", causal() & same("user"), None, torch.float32),
 }
 SCALE = 0.3
@@ -128,6 +128,8 @@ REFUSED = {
     "float64": (lambda q, k, v: (q.double(), k.double(), v.double()), {}, "q.dtype='float64'"),
     "softcap": (lambda q, k, v: (q, k, v), {"softcap": 5.0}, "softcap=5.0"),
     "wide values": (lambda q, k, v: (q, k, v.repeat(1, 1, 2)), {}, "value_size=64"),
+    "a float16 bias": (lambda *rows: tuple(row.half() for row in rows), {"bias": torch.full((9,), 9000.0).half()}, "bias='float16'"),
+    "a bias without a scale": (lambda q, k, v: (q, k, v), {"bias": torch.ones(9), "scale": 0.0}, "scale=0.0"),
     "large heads": (lambda q, k, v: (q.repeat(1, 1, 25), k.repeat(1, 1, 25), v), {}, "head_size=800"),
 }
 
@@ -136,7 +138,7 @@ REFUSED = {
 def test_refused(change, options, message):
     given, q_pos, k_pos, mask, _ = drawn(CASES["causal"])
     with pytest.raises(Unsupported, match=message):
-        npu.dense.attend(*change(*given), q_pos, k_pos, mask=mask, scale=SCALE, **options)
+        npu.dense.attend(*change(*given), q_pos, k_pos, **({"mask": mask, "scale": SCALE} | options))
 
 
 def test_outputs_of_the_caller_are_refused():
