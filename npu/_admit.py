@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fattn.types import Batch, Mask, Pages, Partial
-from npu import limits
+from npu import _atb, limits
 from npu._checks import check_devices, check_heads, check_key_values, check_rows, check_softcap, name_of
 from npu._training import refuse_gradient
 
@@ -52,23 +52,27 @@ def admit(
         raise ValueError(f"q has {rows} rows, but the batch's query lengths add up to {constants['tokens']}")
     check_out(q, cache.v.shape[-1], lse=lse, out=out, workspace=workspace)
     check_reach(batch, num_blocks=num_blocks, writes=False)
-    return _kept(_permitted)(
+    form = constants["form"]
+    facts = _kept(_permitted)(
         name_of(q.dtype),
         heads,
         kv_heads,
         head_size,
         cache.v.shape[-1],
-        constants["form"].queries,
+        form.queries,
         constants["longest"],
         len(constants["kv_lens"]),
-        constants["form"].explicit,
+        form.explicit,
         None if slopes is None else name_of(q.dtype),
         softcap,
         batch.host.exact,
         cache.layout,
         cache.block_size,
         contiguous(cache),
+        form.uniform and form.queries == 1 and not lse and workspace is None,
     )
+    _atb.demand(facts)
+    return facts
 
 
 def once_a_step(batch: Batch, tensors, statics, check):

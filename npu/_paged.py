@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fattn.types import Batch, Pages, Partial
-from npu import _operators
+from npu import _atb, _operators
 from npu.limits import Facts
 
 # Calls the operator on its arguments by name, into the given outputs (None: into its own), and returns (attention_out, softmax_lse)
@@ -28,7 +28,7 @@ def attend_by(
     out: Partial | None = None,
     own_memory: bool = False,
 ) -> Partial:
-    """paged.attend of a call that is admitted already, by one call of `launch`.
+    """paged.attend of a call that is admitted already, by one call of `launch`, or of ATB's operator where the facts say so.
 
     Results go to `out` where it is given. `own_memory` gives the operator outputs of the caller's also where `out` is not.
     """
@@ -37,6 +37,8 @@ def attend_by(
     if q.shape[0] == 0 or form.queries == 0:
         nothing = _operators.nothing(q, cache.v.shape[-1])
         return given(nothing if lse else Partial(nothing.out, None), out)
+    if facts.by_atb:
+        return _atb.decode(facts, q, cache, batch, scale=scale, out=out)
     layout = "TND" if facts.packed else "BSND" if cache.layout == "pbhd" else "BNSD"
     mode, left, right = constants["mode"]
     empty = constants.get("empty")

@@ -59,6 +59,7 @@ def place(batch: Batch, device, mask: Mask, *, bucketed: bool = False) -> Batch:
         "query_ends": tuple(np.cumsum(query_lens).tolist()),
         "query_rows": host.query_lens if form.uniform else tuple(np.minimum(query_lens, form.queries).tolist()),
         "kv_lens": host.seq_lens if kv_lens is seq_lens else tuple(kv_lens.tolist()),
+        "context_lens": kv_lens.astype(np.int32),  # for an operator that takes a tensor of the host
         "tokens": len(slots),
         "longest": int(kv_lens.max(initial=0)),
         "host_table": table,

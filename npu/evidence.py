@@ -114,6 +114,16 @@ CONFLICTS = (
         ("tnd-lengths-end",),
     ),
     Conflict(
+        "which blocks and heads does ATB's paged attention take?",
+        (
+            Claim(DOCUMENTED, "(up to 8.0.RC2) block size times head size is at most 128 * 128, heads have up to 256 dims"),
+            Claim(DOCUMENTED, "(8.1 and later) blocks in multiples of 16; up to 128 where heads have more than 256 dims (at most 576)"),
+            Claim(USED, "heads of 512 dims too, never on a 950"),
+        ),
+        "blocks of at most 128 and heads of at most 256 dims, and only where the other operator refuses the query heads on one key head",
+        ("ATB head size", "ATB block"),
+    ),
+    Conflict(
         "does latent attention with keys of size 512 return an LSE?",
         (
             Claim(DOCUMENTED, "(A2, A3) no"),

@@ -44,6 +44,7 @@ class Choice(NamedTuple):
 
 
 _FIA, _SCATTER, _ROTARY = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache", "npu_rotary_mul"
+_ATB = "ATB's _npu_paged_attention"
 
 # Sizes of (query and key head, value head) in the packed layout; every other size goes by BSND or BNSD.
 PACKED_SIZES = ((128, 128), (192, 192), (192, 128))
@@ -79,8 +80,14 @@ LIMITS = {
         _FIA,
         "heads / kv_heads",
         "at most 64 query heads read one key head",
-        "split the query heads over several calls",
+        "split the query heads over several calls; or decode over a pbhd cache, with no window, slopes or LSE (ATB's operator takes more)",
         evidence_950=ASSUMED,
+    ),
+    "ATB head size": Limit(
+        _ATB, "head_size", "heads of k and v have at most 256 dims", "split the query heads over several calls", evidence_950=ASSUMED
+    ),
+    "ATB block": Limit(
+        _ATB, "cache.block_size", "a block has at most 128 tokens, in multiples of 16", "blocks of 128", evidence_950=ASSUMED
     ),
     "cache layout": Limit(_FIA, "cache.layout", "a paged cache is pbhd (BnBsH) or phbd (BnNBsD)", "paged.convert(cache, layout='pbhd')"),
     "cache strides": Limit(_FIA, "cache", "the cache is contiguous", "allocate k and v as tensors of their own (paged.allocate)"),
@@ -173,6 +180,12 @@ CHOICES = (
         "BSND or BNSD, sparse_mode 0, explicit mask",
         ("page-tail-arithmetic", "shared-pages"),
     ),
+    Choice(
+        "paged.attend",
+        "more than 64 query heads on one key head: one query a sequence that sees all its keys, a pbhd cache, neither LSE nor slopes",
+        "ATB's _npu_paged_attention, where the host has it",
+        ("page-tail-arithmetic",),
+    ),
     Choice("paged.write", "a pbhd cache", "cache_mode Norm, or ATB's operator where the schema has no cache_mode", ()),
     Choice("rope.half", "float16 and bfloat16", "float32 input and tables, cast there and back"),
 )
@@ -203,11 +216,18 @@ class Facts:
     layout: str | None = None  # of the cache
     block_size: int | None = None
     contiguous: bool = True  # the cache
+    output_alone: bool = False  # each sequence has one query, and its output is all that is asked for
 
     @property
     def packed(self) -> bool:
         """Whether the call goes by the operator's packed layout, TND."""
         return (self.head_size, self.value_size) in PACKED_SIZES and not self.explicit and self.additive is None
+
+    @property
+    def by_atb(self) -> bool:
+        """Whether the call goes by ATB's operator: decode that the other would refuse for its query heads on one key head."""
+        grouped = self.operation == "paged.attend" and self.heads > 64 * self.kv_heads
+        return grouped and self.output_alone and self.layout == "pbhd" and not self.explicit and self.additive is None
 
 
 def refusal(facts: Facts) -> Unsupported | None:
@@ -258,6 +278,9 @@ def _attention(f: Facts) -> Iterator[tuple[str, object]]:
 
 
 def _paged(f: Facts) -> Iterator[tuple[str, object]]:
+    if f.by_atb:
+        yield from _atb(f)
+        return
     yield from _attention(f)
     if not f.exact:
         yield "exact lengths", f.exact
@@ -279,6 +302,21 @@ def _paged(f: Facts) -> Iterator[tuple[str, object]]:
         yield "decode block", f.block_size
     if f.sequences > 65536:
         yield "sequences", f.sequences
+
+
+def _atb(f: Facts) -> Iterator[tuple[str, object]]:
+    if f.dtype not in FLOATS:
+        yield "attention dtype", f.dtype
+    if f.softcap is not None:
+        yield "softcap", f.softcap
+    if not f.exact:
+        yield "exact lengths", f.exact
+    if not f.contiguous:
+        yield "cache strides", "a strided view"
+    if max(f.head_size, f.value_size) > 256:
+        yield "ATB head size", max(f.head_size, f.value_size)
+    if f.block_size % 16 or f.block_size > 128:
+        yield "ATB block", f.block_size
 
 
 def _write(f: Facts) -> Iterator[tuple[str, object]]:

@@ -156,7 +156,7 @@ def _checked(q, k, v, cache, batch, sinks, slopes, *, mask, softcap, own):
     others = {"k": k, "v": v, "batch.slot_mapping": batch.slot_mapping, "sinks": sinks}
     sizes, facts = cache_sizes(cache), None
     if own:
-        facts = admit(q, cache, sizes, batch, slopes, mask=mask, softcap=softcap, others=others)
+        facts = admit(q, cache, sizes, batch, slopes, mask=mask, softcap=softcap, lse=sinks is not None, others=others)
     else:
         check_rows("q", q)
         check_devices({"q": q, "cache.k": cache.k, "cache.v": cache.v} | others)

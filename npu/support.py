@@ -21,6 +21,7 @@ from npu.releases import Release, check_soc, operators, release
 RUNS, REFUSED, ABSENT = "runs", "refused", "not available"
 FUSED, FUSED_2 = "npu::npu_fused_infer_attention_score", "npu::npu_fused_infer_attention_score_v2"
 SCATTER, RESHAPE, ROTARY = "npu::npu_scatter_pa_kv_cache", "atb::_npu_reshape_and_cache", "npu::npu_rotary_mul"
+ATB = "atb::_npu_paged_attention"
 
 
 class Row(NamedTuple):
@@ -117,6 +118,10 @@ FEATURES = (
     Feature("blocks of 16: prefill", _prefill(replace(_PAGED, block_size=16)), causal()),
     Feature("blocks of 16: prefill of head size 64", _prefill(replace(_PAGED, block_size=16, head_size=64, value_size=64)), causal()),
     Feature("blocks of 128", _prefill(), causal(), True),
+    *(
+        Feature(f"one key head for 128 query heads: decode{name}", replace(_decode(), heads=128, kv_heads=1, output_alone=alone), causal())
+        for name, alone in ((" without an LSE", True), (" with an LSE", False))
+    ),
     Feature("blocks of 1024: decode of head size 64", _decode(replace(_PAGED, block_size=1024, head_size=64, value_size=64)), causal()),
     Feature("cache pbhd", _prefill(), causal(), True),
     Feature("cache phbd", _prefill(replace(_PAGED, layout="phbd")), causal()),
@@ -164,7 +169,8 @@ def required() -> list[tuple[str, str]]:
 
 
 def _row(feature: Feature, soc: str, one: Release, has: Mapping[str, frozenset[str]]) -> Row:
-    operation, operator = feature.facts.operation, _operator(feature.facts.operation, has)
+    operation = feature.facts.operation
+    operator = ATB if feature.facts.by_atb else _operator(operation, has)
     short = operator.split("::")[1]
     if operator not in has:
         return Row(operation, feature.name, short, ABSENT, f"torch_npu for CANN {one.cann} has no {short}", DOCUMENTED)
@@ -196,6 +202,8 @@ def _how(feature, operator, has):
         return "there is no npu_scatter_pa_kv_cache" if SCATTER not in has else "npu_scatter_pa_kv_cache has no cache_mode here"
     if operator == ROTARY:
         return f"rotary_mode {'half' if facts.operation == 'rope.half' else 'interleave'}"
+    if operator == ATB:
+        return "no mask, lengths on the host"
     layout = "TND" if facts.packed else "BNSD" if facts.layout == "phbd" else "BSND"
     mode = sparse_mode(feature.mask)[0] if facts.queries > 1 and not facts.explicit else 0
     masked = "explicit mask" if facts.explicit else f"sparse_mode {mode}"
@@ -204,7 +212,7 @@ def _how(feature, operator, has):
 
 def _evidence(operator, soc, one):
     """The weaker of what is known of the operator on the chip and in the release."""
-    if not one.documented or (operator == RESHAPE and soc == "950"):
+    if not one.documented or (operator in (RESHAPE, ATB) and soc == "950"):
         return ASSUMED
     return USED if operator == RESHAPE else DOCUMENTED
 

@@ -107,15 +107,18 @@ def _facts(call: Call):
     elif call.operation == "paged.write":
         yield _written(arguments["cache"])
     elif call.operation == "paged.attend":
-        yield _paged(arguments["cache"], arguments["batch"], arguments["slopes"], arguments["q"].shape[1], call.static)
+        yield _paged(arguments["cache"], arguments["batch"], arguments["slopes"], arguments["q"].shape[1], call.static, lse=True)
     elif call.operation == "standard.attend_and_write":
         yield _written(arguments["cache"])
-        yield _paged(arguments["cache"], arguments["batch"], arguments["slopes"], arguments["q"].shape[1], call.static)
+        lse = arguments["sinks"] is not None
+        yield _paged(arguments["cache"], arguments["batch"], arguments["slopes"], arguments["q"].shape[1], call.static, lse=lse)
     elif call.operation == "standard.forward":
         config = call.static["config"]
         yield _written(arguments["cache"])
         static = {"mask": config.mask, "softcap": config.softcap}
-        yield _paged(arguments["cache"], arguments["batch"], arguments["weights"].slopes, config.heads, static)
+        weights = arguments["weights"]
+        lse = weights.sinks is not None
+        yield _paged(arguments["cache"], arguments["batch"], weights.slopes, config.heads, static, lse=lse)
 
 
 def _written(cache):
@@ -125,7 +128,7 @@ def _written(cache):
     return limits.Facts("paged.write", cache.k.dtype.name, kv_heads=kv_heads, layout=cache.layout)
 
 
-def _paged(cache, batch: Batch, slopes, heads: int, static: dict):
+def _paged(cache, batch: Batch, slopes, heads: int, static: dict, *, lse: bool):
     from npu import limits
     from npu._forms import batch_form
 
@@ -147,6 +150,7 @@ def _paged(cache, batch: Batch, slopes, heads: int, static: dict):
         exact=batch.host.exact,
         layout=cache.layout,
         block_size=cache.block_size,
+        output_alone=form.uniform and form.queries == 1 and not lse,
     )
 
 

@@ -21,6 +21,7 @@ _STAYS |= {"empty_with_swapped_memory", "copy_", "_copy_from", "_copy_from_and_r
 _STAYS |= {"_lazy_clone", "resize_", "resize_as_", "set_", "is_set_to", "record_stream", "is_pinned", "pin_memory", "_pin_memory"}
 _STAYS |= {"_local_scalar_dense", "as_strided", "view", "_reshape_alias", "unfold", "detach"}
 _TAKE_INDICES_FROM_THE_HOST = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_ON_THE_HOST = {"_npu_paged_attention": ("context_lens",)}  # arguments that are tensors of the host
 _KEY = "PrivateUse1"
 _libraries: list[torch.library.Library] = []  # a registration lives as long as its library
 
@@ -65,10 +66,14 @@ def _torchs():
 
 
 def _on_same_bytes(library, overload, *positional, **keywords):
-    given_tensors = [leaf for leaf in tree_leaves((positional, keywords)) if isinstance(leaf, torch.Tensor)]
+    base = overload.__name__.split(".")[0]
+    arguments = overload._schema.arguments
+    given = dict(zip([argument.name for argument in arguments], positional, strict=False)) | keywords
+    on_host = _ON_THE_HOST.get(base, ())
+    given_tensors = [leaf for leaf in tree_leaves({n: v for n, v in given.items() if n not in on_host}) if isinstance(leaf, torch.Tensor)]
     # a tensor of no dimensions goes as a launch argument
     elsewhere = [tensor for tensor in given_tensors if tensor.device.type != "npu" and tensor.ndim]
-    if elsewhere and overload.__name__.split(".")[0] not in _TAKE_INDICES_FROM_THE_HOST:
+    if elsewhere and base not in _TAKE_INDICES_FROM_THE_HOST:
         raise RuntimeError(f"{overload.name()}: expected all tensors on one device, but found {elsewhere[0].device} beside npu:0")
     stream = torch.npu.current_stream().npu_stream
     side = library.is_side(stream)
@@ -76,8 +81,8 @@ def _on_same_bytes(library, overload, *positional, **keywords):
         library.runtime.fattn_drain(stream)
         if library.races(stream, given_tensors):
             raise RuntimeError(f"{overload.name()}: {library.message()}")
-    arguments = overload._schema.arguments
-    given = dict(zip([argument.name for argument in arguments], positional, strict=False)) | keywords
+    if any(given[name].device.type != "cpu" for name in on_host):
+        raise RuntimeError(f"{overload.name()}: {', '.join(on_host)} must be a tensor of the host")
     if given.get("device") is not None:
         given["device"] = torch.device("cpu")
     changed = [given[argument.name] for argument in arguments if argument.is_write and given.get(argument.name) is not None]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from npu.emulator import attention, attention_call, cache, rotary, workspace
+from npu.emulator import atb, attention, attention_call, cache, rotary, workspace
 from npu.emulator.behind import operator, register
 
 FUSED, FUSED_V2 = "npu::npu_fused_infer_attention_score", "npu::npu_fused_infer_attention_score_v2"
 SCATTER, RESHAPE = "npu::npu_scatter_pa_kv_cache", "atb::_npu_reshape_and_cache"
+PAGED = "atb::_npu_paged_attention"
 ROTARY, MEASURE = "npu::npu_rotary_mul", "npu::_npu_fused_infer_attention_score_get_max_workspace"
-EMULATED = (FUSED, f"{FUSED}.out", FUSED_V2, f"{FUSED_V2}.out", SCATTER, f"{SCATTER}_functional", ROTARY, RESHAPE)
+EMULATED = (FUSED, f"{FUSED}.out", FUSED_V2, f"{FUSED_V2}.out", SCATTER, f"{SCATTER}_functional", ROTARY, RESHAPE, PAGED)
 
 
 def register_all():
@@ -24,8 +25,10 @@ def register_all():
     register(f"{SCATTER}_functional", cache.scatter_functional)
     register(ROTARY, rotary.rotary_mul)
     register(RESHAPE, cache.reshape_and_cache)
-    # The wheel has no Meta kernel of this one.
+    register(PAGED, atb.paged_attention)
+    # The wheel has no Meta kernels of these two.
     torch.library.register_fake(RESHAPE, lambda key, value, key_cache, value_cache, slot_indices: None)
+    torch.library.register_fake(PAGED, lambda *positional, **keywords: None)
 
 
 def _into_measured(**arguments):

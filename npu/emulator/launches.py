@@ -69,8 +69,9 @@ class _NoTraffic(TorchDispatchMode):
             raise RuntimeError(f"hidden traffic: {name} makes the host wait for values of the device")
         if name.split(".")[0] in _INDEXED and any(index.dtype in (torch.bool, torch.uint8) for index in args[1] if index is not None):
             raise RuntimeError(f"hidden traffic: {name} with a boolean index has a result size that depends on values")
-        # a tensor of no dimensions on the CPU goes as a launch argument
-        devices = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
+        # a tensor of no dimensions on the CPU goes as a launch argument, and so do lengths where an operator reads them on the host
+        lens = (kwargs or {}).get("context_lens") if name == "atb::_npu_paged_attention" else None
+        devices = {tensor.device for tensor in tensors if tensor is not lens and (tensor.ndim or tensor.device.type != "cpu")}
         target = (kwargs or {}).get("device")
         if target is not None and tensors:
             devices.add(torch.device(target))

@@ -28,13 +28,14 @@ OPERATORS = (
     "npu::npu_scatter_pa_kv_cache",
     "npu::npu_rotary_mul",
     "atb::_npu_reshape_and_cache",
+    "atb::_npu_paged_attention",
 )
 _FOLDER = Path(__file__).with_name("schemas")
 _PROVENANCE = "schema literals read from the shared libraries of {wheel}, not imported"
 # name(arguments) -> results, NUL-terminated among a library's strings
 _LITERAL = re.compile(rb"(?<=\0)((?:npu::|atb::)?_?[a-z]\w*(?:\.\w+)?\([^\0]{0,8000}?\) -> [^\0]{1,300})(?=\0)")
 # the same where the compiler left other bytes right before it
-_GLUED = re.compile(rb"(_npu_reshape_and_cache\(Tensor [^\0]{0,8000}?\) -> [^\0]{1,300})(?=\0)")
+_GLUED = re.compile(rb"(_npu_(?:reshape_and_cache|paged_attention)\(Tensor [^\0]{0,8000}?\) -> [^\0]{1,300})(?=\0)")
 _CHECKS = {
     "Tensor": lambda value: isinstance(value, torch.Tensor),
     "int": lambda value: isinstance(value, int) and not isinstance(value, bool),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from npu._operators import scatter
+from npu.probe import of_atb
 from npu.probe.calls import Attention, Lengths, band, causal, changed, dense, paged, raw, right
 from npu.probe.outcome import DIFFERS, HOLDS, Outcome, Trial, of_limit
 
@@ -141,6 +142,8 @@ TRIALS: dict[str, tuple[tuple[Trial, ...], tuple[Trial, ...]]] = {
     ),
     "heads": ((_headed(256, 256),), (_headed(257, 257),)),
     "group": ((_headed(64, 1),), (_headed(65, 1),)),
+    "ATB head size": of_atb.HEAD_SIZES,
+    "ATB block": of_atb.BLOCKS,
     "cache layout": (
         (
             _attention("[p b hk*d]", lambda device: paged(dense(_ONE, device), device, block=16)),

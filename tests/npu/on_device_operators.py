@@ -183,6 +183,14 @@ def test_atb_runs_without_the_cpp_layer():
     torch.ops.atb._npu_reshape_and_cache(ROWS.npu(), ROWS.npu(), k_cache, v_cache, SLOTS.npu())
     assert not (hostdev.library().calls() - before).keys() - {"aclnnInplaceCopy"}
     assert torch.equal(k_cache.cpu().view(-1, 2, 64)[SLOTS.long()], ROWS)
+    lens, table = torch.tensor([2, 1], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    given, out = (ROWS[:2], CACHE + 1, torch.randn(CACHE.shape).half(), 2, 2, 0.1, table), torch.zeros_like(ROWS[:2])
+    torch.ops.atb._npu_paged_attention(*given, lens, out)
+    moved, on_device = [x.npu() if isinstance(x, torch.Tensor) else x for x in given], torch.zeros_like(out).npu()
+    torch.ops.atb._npu_paged_attention(*moved, lens, on_device)
+    assert torch.equal(on_device.cpu(), out) and out.any()
+    with pytest.raises(RuntimeError, match="context_lens must be a tensor of the host"):
+        torch.ops.atb._npu_paged_attention(*moved, lens.npu(), on_device)
 
 
 def test_what_is_reached_is_pinned():

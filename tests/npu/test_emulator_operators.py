@@ -33,6 +33,8 @@ def samples():
     yield kernels.SCATTER, (rows, rows, cache, cache.clone(), slots), {"cache_mode": "Norm"}
     yield f"{kernels.SCATTER}_functional", (rows, rows, cache, cache.clone(), slots), {"cache_mode": "Norm"}
     yield kernels.RESHAPE, (rows, rows, cache, cache.clone(), slots), {}
+    x, lens = torch.randn(2, 4, 64).half(), torch.tensor([20, 16], dtype=torch.int32)
+    yield kernels.PAGED, (x, cache, cache.clone(), 2, 4, 0.1, torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), lens, x.clone()), {}
     x, table = torch.randn(1, 6, 4, 64).half(), torch.rand(1, 6, 1, 64).half()
     yield kernels.ROTARY, (x, table, table), {}
     yield kernels.ROTARY, (x, table, table, "interleave"), {}

@@ -22,6 +22,8 @@ BREAKS = {
     "value size": replace(DENSE, head_size=64),
     "heads": replace(DENSE, heads=257, kv_heads=257),
     "group": replace(DENSE, heads=130, kv_heads=2),
+    "ATB head size": replace(PAGED, heads=65, head_size=272, output_alone=True),
+    "ATB block": replace(PAGED, heads=65, block_size=256, output_alone=True),
     "cache layout": replace(PAGED, layout="hpbd"),
     "cache strides": replace(PAGED, contiguous=False),
     "cache width": replace(PAGED, heads=256, kv_heads=256, head_size=512, value_size=512),

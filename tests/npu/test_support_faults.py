@@ -5,7 +5,7 @@ import support_cases as cases
 import torch
 
 from npu import _errors, _operators, limits, probe, releases, support
-from npu.emulator import attention, attention_rules, cache
+from npu.emulator import atb, attention, attention_rules, cache
 from npu.probe import outcome
 
 
@@ -22,6 +22,11 @@ def without(rule):
 def without_of_writes(rule):
     real = cache._rule
     return lambda operator, holds, text, value: real(operator, holds or rule in text, text, value)
+
+
+def without_of_atb(rule):
+    real = atb._rule
+    return lambda holds, text, value: real(holds or rule in text, text, value)
 
 
 def shifted(seen):
@@ -65,6 +70,7 @@ FAULTS = {
     "float32 attention is taken": (attention_rules, "_rule", without("float16 or bfloat16"), cases.check_probe_holds),
     "blocks of 64 for prefill are taken": (attention_rules, "_rule", without("several queries: block_size"), cases.check_probe_holds),
     "65 query heads read one key head": (attention_rules, "_rule", without("at most 64 query heads"), cases.check_probe_holds),
+    "ATB takes blocks of 144": (atb, "_rule", without_of_atb("block_size % 16"), cases.check_probe_holds),
     "packed lengths may end early": (attention_rules, "_rule", without("last element of the query lengths"), cases.check_probe_holds),
     "strided caches are taken": (attention_rules, "_rule", without("is contiguous"), cases.check_probe_holds),
     "slot -1 is skipped": (cache, "_rule", without_of_writes("slots are in"), cases.check_probe_holds),
@@ -89,6 +95,7 @@ FAULTS = {
     "strides of caches are not checked": (limits, "_RULES", without_rule("cache strides"), cases.check_all_attention),
     "layouts of written caches are not checked": (limits, "_RULES", without_rule("write layout"), cases.check_writes_and_turns),
     "groups are not checked": (limits, "_RULES", without_rule("group"), cases.check_edges),
+    "blocks of ATB are not checked": (limits, "_RULES", without_rule("ATB block"), cases.check_edges),
     "caches are written as tiled ones": (_operators, "scatter", tiled, cases.check_writes_and_turns),
     "errors are not read": (_operators, "_read", unread, cases.check_errors),
     "failures of the device are refusals": (_errors, "_REFUSALS", {**_errors._REFUSALS, 507015: "x"}, cases.check_errors),
