@@ -141,7 +141,7 @@ LIMITS = {
 CHOICES = (
     Choice("dense.attend", "ranges that end together, one band, several queries", "BSND, sparse_mode 3 or 4, compressed mask"),
     Choice("dense.attend", "ranges of which every query sees every key", "BSND, no mask"),
-    Choice("dense.attend", "any other positions or mask, one query, a bias", "BSND, sparse_mode 0, explicit mask"),
+    Choice("dense.attend", "any other positions or mask, one query, a bias", "BSND, sparse_mode 0, explicit mask", ("one-query-mask",)),
     Choice("dense.attend", "head size 128, or 192, without an explicit mask", "TND"),
     Choice("dense.attend", "q, k, v or a bias requires a gradient", "npu_fusion_attention, BSND; its gradient is an operator too"),
     Choice(
@@ -172,7 +172,7 @@ CHOICES = (
         "paged.attend",
         "one query a sequence, window or chunk",
         "BSND or BNSD: the block table begins at the window's first block, an explicit mask hides the keys before the window",
-        ("page-tail-arithmetic", "shared-pages"),
+        ("page-tail-arithmetic", "shared-pages", "one-query-mask"),
     ),
     Choice(
         "paged.attend",

@@ -86,6 +86,13 @@ TABLE = (
     Assumption("one-query-band", _FUSED + "outside TND, does a band apply to one query?", "ignored", DOCUMENTED, {}),
     Assumption("one-query-lengths", _FUSED + "outside TND, do actual_seq_lengths apply to one query?", "ignored", DOCUMENTED, {}),
     Assumption(
+        "one-query-mask",
+        _FUSED + "one sequence of one query: how far does an explicit mask reach?",
+        "every key",
+        DOCUMENTED,
+        {"512 keys": "keys past the 512th are dropped, as a public report measured (vllm-ascend 15503)"},
+    ),
+    Assumption(
         "mask-band-alignment",
         _FUSED + "sparse_mode 0 with a mask: to which corner do pre_tokens and next_tokens refer?",
         "top left",
@@ -155,6 +162,7 @@ DEPENDED_ON = {
     "padded-query-alignment:tensor": "padded queries (head sizes other than 128 and 192, several queries) with causal or window masks",
     "page-tail-arithmetic:multiplied": "caches whose unwritten rows hold NaN or infinity; `paged.allocate` fills them with zeros",
     "shared-pages:no": "batches whose sequences share so many pages that there are fewer than their counts add up to",
+    "one-query-mask:512 keys": "one query of one sequence with more than 512 keys under an explicit mask: wide windows, chunks, biases",
     "tnd-one-query-band:each": "windows over batches that mix one query and several",
 }
 _BY_ID = {assumption.id: assumption for assumption in TABLE}

@@ -135,6 +135,8 @@ def _seen(call, sequence, queries, keys):
     explicit = everything
     if call.mask is not None and call.mode <= 1:
         explicit = ~_mask_of(call, sequence)[:queries, :keys].bool()
+        if call.one_query and call.batch == 1 and answer("one-query-mask") == "512 keys":
+            explicit &= columns < 512
     if _ignores_band(call, queries):
         return explicit
     last_corner = keys - queries

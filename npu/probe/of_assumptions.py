@@ -114,6 +114,15 @@ def _one_query_lengths(device):
     return "ignored" if not right(call) else "applied"
 
 
+def _one_query_mask(device):
+    keys = 600
+    hidden = torch.zeros(1, 1, 1, keys, dtype=torch.bool, device=device)
+    hidden[..., :40] = True
+    call = changed(dense(Lengths((1,), (keys,)), device), {"atten_mask": hidden})
+    seen = ~hidden[0, 0].cpu()
+    return _which(call, 0, run(call)[0][0], {"every key": seen, "512 keys": seen & (torch.arange(keys) < 512)})
+
+
 def _tnd_lengths_end(device):
     call = dense(Lengths((3, 5), (9, 20)), device, layout="TND", size=128)
     early = changed(call, {"actual_seq_lengths": [3, 7]})
@@ -270,6 +279,7 @@ QUESTIONS: dict[str, Callable[[str], str]] = {
     "tnd-one-query-band": _tnd_one_query_band,
     "one-query-band": _one_query_band,
     "one-query-lengths": _one_query_lengths,
+    "one-query-mask": _one_query_mask,
     "mask-band-alignment": _mask_band_alignment,
     "masked-keys-arithmetic": _masked_keys_arithmetic,
     "page-tail-arithmetic": _page_tail_arithmetic,

@@ -18,6 +18,7 @@ PHASES = {
     "padded decode": ([1, 1, 1, 1], [7, 0, 3, 0]),
     "padded prefill": ([4, 0, 6], [133, 0, 0]),
     "more queries than keys": ([5, 3], [2, 3]),
+    "one decode": ([1], [1000]),
 }
 WINDOW = window(140, 0)
 
@@ -53,6 +54,7 @@ def rotate():
 
 CALLS = {f"{phase} {mask} {d}": (attend, phase, mask, d) for phase in PHASES for mask in (causal(), WINDOW) for d in (64, 128)}
 CALLS |= {
+    "wide window": (attend, "one decode", window(900, 0), 64),
     "shared pages": (lambda: attend("decode", causal(), 128, share=True),),
     "dense causal": (dense, causal(), Range(4, 5), Range(0, 9)),
     "dense padded": (dense, causal(), torch.tensor([3, -1, 8, 0, 5]), torch.tensor([0, 1, 2, 3, -1, -1, 6, 7, 8])),

@@ -87,6 +87,7 @@ CASES = {
     "drafts 64": lambda: paged([3, 3], [300, 7], causal(), 64),
     "chunked 64": lambda: paged([5, 1, 3], [300, 7, 2], causal(), 64),
     "chunked 64 phbd": lambda: paged([5, 1, 3], [300, 7, 2], window(20, 0), 64, layout="phbd"),
+    "decode wide window": lambda: paged([1], [1000], window(900, 0), 64),
     "chunks": lambda: paged([5, 2], [300, 7], chunk(64), 64),
     "shared prefix": lambda: paged([1] * 4, [384] * 4, causal(), 128, table=[[1, 2, 3]] * 4),
     "poisoned tails": lambda: paged([1, 1], [300, 7], causal(), 64, poisoned=True),
@@ -96,6 +97,7 @@ DEPENDS = {
     "padded-query-alignment": {"drafts 64", "chunked 64", "chunked 64 phbd"},
     "page-tail-arithmetic": {"poisoned tails"},
     "tnd-one-query-band": {"chunked window with decode"},
+    "one-query-mask": {"decode wide window"},
     "shared-pages": {"shared prefix"},
 }
 
