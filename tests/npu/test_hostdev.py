@@ -23,8 +23,10 @@ def outcomes(tmp_path_factory):
     report = tmp_path_factory.mktemp("device") / "report.xml"
     options = ["-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
     files = [str(HERE / f"{name}.py") for name in FILES]
+    # with it every launch waits for its stream, so that no side stream is late: the probe's command sets it for its own process
+    environment = {name: value for name, value in os.environ.items() if name != "ASCEND_LAUNCH_BLOCKING"}
     ended = subprocess.run(
-        [sys.executable, "-c", RUN, *options, *files], capture_output=True, text=True, env=os.environ, cwd=HERE.parents[1]
+        [sys.executable, "-c", RUN, *options, *files], capture_output=True, text=True, env=environment, cwd=HERE.parents[1]
     )
     assert report.exists(), ended.stdout + ended.stderr
     found = {name: {} for name in FILES}
