@@ -47,6 +47,8 @@ def check_attention(feature):
         assert row.status == support.REFUSED, f"{feature.name} is refused ({error}), the table says: {row.status}"
         assert not calls, f"{feature.name} reached the operator"
         return
+    except RuntimeError as error:
+        raise AssertionError(f"{feature.name} is neither taken nor refused: {error}") from error
     finally:
         _operators._operator = real
     assert row.status == support.RUNS, f"{feature.name} runs, the table says: {row.status}"

@@ -3,6 +3,7 @@
 import pytest
 import support_cases as cases
 import torch
+from operator_calls import forgotten
 
 from npu import _errors, _operators, limits, probe, releases, support
 from npu.emulator import atb, attention, attention_rules, cache
@@ -128,10 +129,8 @@ FAULTS = {
 
 @pytest.fixture
 def fresh():
-    """Schemas are read anew: they are kept once read."""
-    releases._schemas.cache_clear()
-    yield
-    releases._schemas.cache_clear()
+    with forgotten():
+        yield
 
 
 @pytest.mark.parametrize("name", FAULTS)
