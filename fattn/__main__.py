@@ -15,6 +15,11 @@ bench = typer.Typer(no_args_is_help=True)
 app.add_typer(bench, name="bench", help="Measures what things cost here; --check exits 1 above what they may.")
 
 
+def _console() -> Console:
+    """As wide as the terminal, and wide enough for the tables where there is none."""
+    return Console(width=None if Console().is_terminal else 160)
+
+
 @app.callback()
 def _commands():
     """Attention for large language models as pure functions: hold an implementation to the definitions."""
@@ -36,7 +41,7 @@ def conform(
     from fattn.conformance import kit, report, results, targets
     from fattn.conformance.operations import OPERATIONS
 
-    console = Console(width=None if Console().is_terminal else 160)
+    console = _console()
     names = [name for name in OPERATIONS if not op or name in op or name.split(".")[0] in op]
     for wanted in op or []:
         if not any(wanted in (name, name.split(".")[0]) for name in OPERATIONS):
@@ -65,7 +70,7 @@ def replay(files: Annotated[list[str], typer.Argument(help="files that a failed 
     from fattn.conformance import kit, targets
     from fattn.conformance import replay as saved
 
-    console = Console(width=None if Console().is_terminal else 160)
+    console = _console()
     failing = 0
     for path in files:
         try:
@@ -90,7 +95,7 @@ def faults(json_file: Annotated[typer.FileTextWrite | None, typer.Option("--json
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from fattn.conformance import judge, judge_report
 
-    console = Console(width=None if Console().is_terminal else 160)
+    console = _console()
     broken, correct = judge_report.with_progress(console)
     judge_report.show(console, broken, correct)
     if json_file is not None:
@@ -110,7 +115,7 @@ def plan(
     from fattn.benchmarks import plan as benchmark
 
     result = benchmark.run(quick=quick)
-    benchmark.show(Console(width=None if Console().is_terminal else 160), result)
+    benchmark.show(_console(), result)
     if json_file is not None:
         json.dump(benchmark.as_json(result), json_file, indent=1)
     raise typer.Exit(int(check and not all(must.holds for must in result["musts"])))
